@@ -362,7 +362,8 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
     wrong = sorted(n for n in expected.keys() | saved_kinds.keys() if expected.get(n) != saved_kinds.get(n))
     if wrong:
         what = f"the saved state of AdaLoRA does not fit this model ({len(wrong)} tensors)"
-        fix = "resume with the recipe of the checkpoint, or start a new run"
+        fix = "resume with the recipe of the checkpoint, or start a new run with another train.output_dir"
+        why = "AdaLoRA would prune other ranks than in a run without a stop"
         problems = [
             Problem(
                 what,
@@ -371,6 +372,7 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
                 _described(saved_kinds.get(n)),
                 _described(expected.get(n)),
                 fix=fix,
+                why=why,
                 code="checkpoint",
             )
             for n in wrong[:SHOWN]

@@ -62,8 +62,10 @@ def check_weights(folder: Path, source: str) -> None:
     untrusted_files.check_adapter(folder, "adapter.init_from")
     missing = [name for name in FILES if not (folder / name).exists()]
     if missing:
-        what, fix = f"the adapter has no {', '.join(missing)}", "save the adapter again with PEFT"
-        raise UserError(Problem(what, INIT_FROM, found=source, fix=fix, code="adapter-files"))
+        what, expected = f"the adapter has no {', '.join(missing)}", f"a folder with {' and '.join(FILES)}"
+        fix, why = untrusted_files.SAVE_AGAIN, "finetune reads only adapters in safetensors"
+        problem = Problem(what, INIT_FROM, "", source, expected, fix, why=why, code="adapter-files")
+        raise UserError(problem)
 
 
 def _source_folder(source: str) -> Path | None:
@@ -80,7 +82,7 @@ def _source_folder(source: str) -> Path | None:
                 f"looked in {Path.cwd()} and the recipe's folder",
             )
             near = similar_files(path)
-            fix = f"init_from: {near}" if Path(near or "-").exists() else near
+            fix = f"init_from: {near}" if near else "name a run folder, such as runs/quickstart"
             raise UserError(Problem(what, INIT_FROM, found=found, fix=fix, code="adapter-files"))
         return None
     for folder in (path, path / "adapter"):
@@ -364,7 +366,7 @@ def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
             f"the file lacks {len(missing)} of the adapter's tensors",
             f"no {', '.join(missing[:3])}",
         )
-        fix = "download or save the adapter again"
+        fix = untrusted_files.SAVE_AGAIN
         problem = Problem(what, where=source, found=found, fix=fix, code="adapter-files")
         raise UserError(problem, code=Exit.ARTIFACT)
 

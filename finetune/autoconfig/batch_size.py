@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 MARGIN = 0.9
 # The largest micro-batch size that a search tries. A larger one does not use a GPU better.
 MOST = 64
+# Fewer optimizer steps than this get a note, which suggests epochs for about `ENOUGH_STEPS`.
+FEW_STEPS, ENOUGH_STEPS = 20, 50
 
 
 class Batch(NamedTuple):
@@ -167,7 +169,18 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
         decay = _decay(train)
         said = f"the run has {steps:,} steps, of which {warm_up:,} are warm-up and {decay:,} are decay"
         return [f"the learning rate never reaches its peak: {said}"] if warm_up + decay > steps else []
-    return [f"the learning rate never reaches its peak: {warm_up:,} of {steps:,} steps are warm-up"]
+    said = f"the warm-up takes {warm_up:,} steps, and the run has {steps:,}"
+    return [f"the learning rate never reaches its peak: {said}"]
+
+
+def few_steps(train: Train, steps: int | None) -> list[str]:
+    """Return a note if the epochs of a recipe have few optimizer steps. With `max_steps`, return none."""
+    if steps is None or steps >= FEW_STEPS or train.max_steps is not None:
+        return []
+    epochs = train.num_train_epochs or 3.0
+    enough = math.ceil(epochs * ENOUGH_STEPS / steps)
+    what = f"{'an epoch has' if epochs == 1 else f'{epochs:g} epochs have'} {steps} optimizer steps"
+    return [f"train.num_train_epochs: {what}, often too few to learn; try num_train_epochs: {enough}"]
 
 
 def _warm_up(train: Train) -> float:

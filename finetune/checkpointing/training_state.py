@@ -166,8 +166,8 @@ def structure(path: Path) -> dict[str, Any]:
         names = layout.keys() | {name for name, _ in layout["ranks"][0]["dict"]}
     if missing := sorted(PARTS.keys() - names):
         what, layout = "the checkpoint has no state for some parts of the training", ", ".join(missing)
-        fix = "choose another checkpoint with --resume=step-N"
-        problem = Problem(what, where=str(path), found=layout, fix=fix, code="checkpoint")
+        fix, why = "choose another checkpoint with --resume=step-N", "the result of a resume would differ"
+        problem = Problem(what, where=str(path), found=layout, fix=fix, why=why, code="checkpoint")
         raise UserError(problem, code=Exit.ARTIFACT)
     return layout
 

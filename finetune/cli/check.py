@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
 from finetune.core import standard_streams
+from finetune.core.command_lines import command
 from finetune.core.errors import UserError
 from finetune.core.formatting import labelled
 
@@ -73,4 +74,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
 
         prove_it = rehearsal.run if options.rehearse else verify_resume.run
         prove_it(recipe, [options.recipe, *options.overrides], Console(quiet=options.quiet))
+    if not (options.quiet or options.json):
+        then = "train" if options.verify_resume or options.rehearse else "data"
+        standard_streams.say(f"next: {command(then, options.recipe, *options.overrides)}")
     return {"notes": notes}

@@ -70,6 +70,7 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
             length = recipe.data.max_length
             preview.write_html(page, tokenizer, prepared, options.recipe, length, options.show)
         screen.say("", f"wrote {page}")
-    if kept:
-        screen.say("", f"next: {command('train', options.recipe, *options.overrides)}")
+    if not options.json:
+        then = "train" if kept else "plan"
+        screen.say("", f"next: {command(then, options.recipe, *options.overrides)}")
     return {name: report.as_json() for name, report in prepared.report.items()}

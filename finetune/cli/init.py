@@ -11,7 +11,7 @@ from finetune.core import safe_files, standard_streams
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.formatting import labelled
-from finetune.core.paths import writing
+from finetune.core.paths import free_name, writing
 
 # option -> question, default
 QUESTIONS = {
@@ -35,7 +35,8 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
 
     path = Path(given.pop("output"))
     if path.exists():
-        raise UserError(Problem(f"{path} exists", fix="--output with another name", code="path"))
+        fix, why = f"--output {free_name(path.with_suffix(''))}.yaml", "finetune overwrites no files"
+        raise UserError(Problem("the recipe exists", where=str(path), fix=fix, why=why, code="path"))
     answers = new_recipe.Answers(**given)
     if answers.adapter not in adapter_types.all_types():
         near = nearest(answers.adapter, adapter_types.all_types())
@@ -50,7 +51,9 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
     except UserError as error:
         columns = _guessed_columns(error)
         if not columns:
-            standard_streams.say(f"wrote {path}")
+            standard_streams.say(
+                f"wrote {path}; check it after each correction: {command('check', str(path))}"
+            )
             raise
         safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), columns, length))
         notes = [f"the names of the columns suggest data.{columns}. Correct it if it is wrong"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.cli import arguments
 from finetune.cli.inputs import load, located
+from finetune.core.command_lines import command
 
 PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--gpu", {"metavar": "NAME", "help": "GPU to plan for, such as h100-80gb (default: this machine)"}),
@@ -46,4 +47,14 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
             options.gpu, options.gpus, options.price_per_hour, options.accelerate
         )
         screen = Console(quiet=options.quiet)
-        return plan_report.as_json(*plan_report.run(recipe, options.overrides, screen, request))
+        planned, suggested = plan_report.run(recipe, options.overrides, screen, request)
+    then = plan_report.next_command(planned, suggested)
+    if then and not options.json:
+        name, *changes = then
+        of_command = {"train": ("accelerate",), "plan": ("gpu", "gpus", "accelerate"), "data": ()}[name]
+        given = [
+            (f"--{one}", str(value)) for one in of_command if (value := getattr(options, one)) is not None
+        ]
+        words = [options.recipe, *options.overrides, *changes, *(word for pair in given for word in pair)]
+        screen.say(f"next: {command(name, *words)}")
+    return plan_report.as_json(planned, suggested)

@@ -47,6 +47,9 @@ _ONE_NUMBER = frozenset({"vocab_size", "hidden_size", "max_position_embeddings",
 _SECTIONS = frozenset({"decoder", "generator", "text_config", "text_encoder"})
 
 
+FIX = "correct this value in the file, or download the model again: hf download MODEL --local-dir FOLDER"
+
+
 def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
     """Keys of a config whose value has another type, or is a size that is negative, zero or too large."""
     for name, value in entries:
@@ -61,8 +64,8 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
             continue
         if expected := _other_type(name, value):
             what, found = "a value of the model's config has the wrong type", f"{name}: {value!r}"[:200]
-            fix = "correct the file, or download the model again"
-            yield Problem(what, key, path, found, expected, fix=fix, code="model-config")
+            fix, why = FIX, "transformers would build another model, or fail later"
+            yield Problem(what, key, path, found, expected, fix=fix, why=why, code="model-config")
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
@@ -72,8 +75,8 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
         least = int(name in _POSITIVE)
         if not least <= value <= most:
             what, expected = "the model's config has a size that no model has", f"from {least:,} to {most:,}"
-            fix = "correct the file, or download the model again"
-            yield Problem(what, key, path, f"{name}: {value}"[:200], expected, fix=fix, code="model-config")
+            found, why = f"{name}: {value}"[:200], "such a size fills the memory, or is a typing error"
+            yield Problem(what, key, path, found, expected, fix=FIX, why=why, code="model-config")
 
 
 def _other_type(name: str, value: object) -> str:

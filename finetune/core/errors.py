@@ -44,6 +44,9 @@ LONGEST_NAME = 200  # characters of a name in `nearest`
 # errno values of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errno values of an OSError: the disk is full
+OUT_OF_MEMORY = (
+    "close other programs, use a smaller model, or use a machine with more memory; `free -h` shows it"
+)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's message; it has no exception type for this
 
 
@@ -203,7 +206,7 @@ def explain(error: Exception, doing: str) -> UserError:
     """
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
         at = vars(error).get("finetune_stage") or Stage(doing)
-        what, fix = f"the memory was full while finetune {at.doing}", "use a machine with more memory"
+        what, fix = f"the memory was full while finetune {at.doing}", OUT_OF_MEMORY
         found = " ".join(str(error).split())[:LONGEST]
         return UserError(Problem(what, at.key, found=found, fix=fix, code="out-of-memory"), code=at.code)
     if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError, first_line
 from finetune.core.strict_yaml import MAX_DEPTH, TWICE
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import yaml
 
 LARGEST = 1_000_000  # characters and values, with each alias replaced by its value
+SHORTER = "keep only the training settings in the file"
+FILLS_MEMORY = "a small text can expand to more than the memory holds"
 MOST_BITS = 4096  # of an integer
 
 
@@ -45,10 +48,11 @@ def read(text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = Fal
         mark = getattr(error, "problem_mark", None)
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         found = str(getattr(error, "problem", None) or first_line(error))
-        fix = "correct this line of the file"
-        raise UserError(
-            Problem("the file is not valid YAML", "", place, found, fix=fix, code="yaml-syntax")
-        ) from None
+        what = "the file is not valid YAML"
+        problem = Problem(
+            what, "", place, found, fix=strict_yaml.LINE, why=strict_yaml.WHY, code="yaml-syntax"
+        )
+        raise UserError(problem) from None
 
 
 def _check(events: Iterable[Any], source: str, deepest: int) -> None:
@@ -60,10 +64,17 @@ def _check(events: Iterable[Any], source: str, deepest: int) -> None:
         kind = type(event).__name__
         before = size
         if getattr(event, "tag", None):
-            raise _refused("YAML tags are not allowed", source, event, event.tag)
+            texts = {
+                "found": event.tag,
+                "fix": f"remove {event.tag}",
+                "why": "a tag can create any Python object",
+            }
+            raise _refused("YAML tags are not allowed", source, event, **texts)
         if kind == "AliasEvent":
             if event.anchor not in sizes:
-                raise _refused("the alias has no value before it", source, event, f"*{event.anchor}")
+                texts = {"found": f"*{event.anchor}", "fix": f"write the value in place of *{event.anchor}"}
+                what = "the alias has no value before it"
+                raise _refused(what, source, event, why="an alias repeats an earlier value", **texts)
             size += sizes[event.anchor]
         elif kind == "ScalarEvent":
             size += 1 + len(event.value)
@@ -77,9 +88,11 @@ def _check(events: Iterable[Any], source: str, deepest: int) -> None:
         if kind == "ScalarEvent" and event.anchor:
             sizes[event.anchor] = size - before
         if len(opened) > deepest:
-            raise _refused("the YAML is nested too deeply", source, event, "", f"at most {deepest} levels")
+            texts = {"expected": f"at most {deepest} levels", "fix": SHORTER, "why": FILLS_MEMORY}
+            raise _refused("the YAML is nested too deeply", source, event, **texts)
         if size > LARGEST:
-            raise _refused("the YAML is too large", source, event, "", f"at most {LARGEST:,} characters")
+            texts = {"expected": f"at most {LARGEST:,} characters", "fix": SHORTER, "why": FILLS_MEMORY}
+            raise _refused("the YAML is too large", source, event, **texts)
 
 
 def _refuse_repeated(document: Any, source: str) -> None:
@@ -94,16 +107,14 @@ def _refuse_repeated(document: Any, source: str) -> None:
         keys = [str(key.value) for key, _ in node.value] if is_mapping else []
         for place, name in enumerate(keys):
             if name in keys[:place]:
-                raise _refused(TWICE, source, node.value[place][0], name)
+                texts = {"found": name, "fix": "remove one of the two lines", "why": strict_yaml.ONE_VALUE}
+                raise _refused(TWICE, source, node.value[place][0], **texts)
         waiting += [part for pair in node.value for part in pair] if is_mapping else node.value
 
 
-def _refused(
-    what: str, source: str, event: yaml.Event | yaml.Node, found: str, expected: str = ""
-) -> UserError:
+def _refused(what: str, source: str, event: yaml.Event | yaml.Node, **texts: str) -> UserError:
     place = f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
-    fix = "correct this line of the file"
-    return UserError(Problem(what, "", place, found, expected, fix=fix, code="yaml-syntax"))
+    return UserError(Problem(what, "", place, code="yaml-syntax", **texts))
 
 
 def _plain(value: object) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def precision(launched: str) -> str:
@@ -15,6 +18,11 @@ def precision(launched: str) -> str:
 def size(count: float) -> str:
     """Format a number of bytes, such as `1.50 GiB` or `12.00 MiB`."""
     return f"{amount(count / 2**30)} GiB" if count >= 2**30 else f"{amount(count / 2**20)} MiB"
+
+
+def file_size(count: float) -> str:
+    """Format the size of a file as a file manager does, such as `1.80 MB` or `5.12 kB`."""
+    return f"{amount(count / 1e6)} MB" if count >= 1e5 else f"{amount(count / 1e3)} kB"
 
 
 def amount(value: float) -> str:
@@ -52,6 +60,11 @@ def percent(value: float) -> str:
     return f"{value:.1%}"
 
 
+def points(value: float) -> str:
+    """Format a difference of two shares in percentage points, without its unit."""
+    return f"{100 * value:.1f}"
+
+
 def as_yaml(value: object) -> str:
     """Return a value as a recipe writes it: `true`, `null`, `[q_proj, v_proj]`. Strings have no quotes."""
     if value is None or isinstance(value, bool):
@@ -63,6 +76,12 @@ def as_yaml(value: object) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {as_yaml(one)}' for key, one in value.items())}}}"
     return str(value)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """List the first names, and count the others: `a, b and 3 more`."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def shortened(text: str, length: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what, reason = "finetune can't write to this path", error.strerror or str(error)
-        fix = "choose a path that you can write to"
+        fix = f"choose a path that you can write to, such as {Path.home() / path.name}"
         raise UserError(Problem(what, where=str(path), found=reason, fix=fix, code="path")) from error
 
 
@@ -72,14 +73,26 @@ def can_be_path(name: str) -> bool:
 
 
 def similar_files(path: Path) -> str:
-    """Return a similar name in the folder of a missing file. For a folder, name its YAML files."""
+    """Return an existing path with one name similar to that of a missing path, or an empty string.
+
+    For a folder, name its YAML files.
+    """
     if path.is_dir():
         inside = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".yaml", ".yml")]
         return f"name a file of this folder: {', '.join(inside[:5])}" if inside else ""
-    if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist"
-    match = nearest(path.name, {entry.name for entry in path.parent.iterdir()})
-    return str(path.parent / match) if match else ""
+    parts = path.parts
+    for place, part in enumerate(parts):  # a name above may be wrong too
+        above = Path(*parts[:place])
+        if not (above / part).exists():
+            match = nearest(part, {entry.name for entry in above.iterdir()}) if above.is_dir() else ""
+            found = above / match / Path(*parts[place + 1 :])
+            return str(found) if match and found.exists() else ""
+    return ""
+
+
+def free_name(path: Path) -> str:
+    """Return the path with the first number that makes it a new name, such as `runs/shop-2`."""
+    return next(name for number in count(2) if not os.path.lexists(name := f"{path}-{number}"))
 
 
 def similar_folder(name: str) -> str:

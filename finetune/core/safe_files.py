@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shlex
 import shutil
 import stat
 from pathlib import Path, PurePosixPath
@@ -223,7 +224,9 @@ def _refuse_link(parent: int, leaf: str, path: Path) -> None:
         return
     if is_link:
         target = os.readlink(leaf, dir_fd=parent)
-        what, fix = "finetune follows no link in this folder", "replace the link with a copy of the file"
+        place = shlex.quote(str(path))
+        what = "finetune follows no link in this folder"
+        fix = f'cp --remove-destination "$(readlink -f {place})" {place}'
         found, why = f"a link to {target}", "a link can lead out of the folder"
         raise UserError(Problem(what, "", str(path), found, fix=fix, why=why, code="unsafe-file"))
 

@@ -23,6 +23,10 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 LONGEST_NUMBER = 400  # characters
 TWICE = "the mapping has the same key twice"
+LINE = "correct this line; a key and its value look like `learning_rate: 2e-4`"
+WHY = "YAML separates keys and values by a colon and a space, and sections by indentation"
+ONE_VALUE = "the second value would silently replace the first"
+ALONE = "each value of a recipe stands where it is used"
 Keys = tuple[str, ...]
 
 # The core schema of YAML 1.2.2, section 10.3.2.
@@ -54,10 +58,9 @@ def parse(text: str, source: str) -> Document:
     """
     if len(text) > MAX_BYTES:
         found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
-        fix = "name a recipe, which has a few kilobytes"
-        raise UserError(
-            Problem("the YAML is too large", "", source, found, expected, fix=fix, code="yaml-syntax")
-        )
+        fix, why = "name a recipe, such as recipes/quickstart.yaml", "a recipe has a few kilobytes"
+        what, code = "the YAML is too large", "yaml-syntax"
+        raise UserError(Problem(what, "", source, found, expected, fix, why=why, code=code))
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     document = Document()
     try:
@@ -69,7 +72,8 @@ def parse(text: str, source: str) -> Document:
         next(events)  # document end
         if not isinstance(extra := next(events), yaml.StreamEndEvent):
             what, fix = "the file has a second YAML document", "remove the line `---` and all lines below it"
-            document.problems.append(Problem(what, where=_mark(source, extra), fix=fix, code="yaml-syntax"))
+            why, at = "a recipe is one document", _mark(source, extra)
+            document.problems.append(Problem(what, where=at, fix=fix, why=why, code="yaml-syntax"))
     except yaml.YAMLError as error:
         raise UserError(_syntax_problem(error, source)) from None
     except UnicodeEncodeError:  # bytes of a command line that are not UTF-8
@@ -92,11 +96,9 @@ def text_of(path: pathlib.Path, what: str) -> str:
         check_regular(path)
     if (size := path.stat().st_size) > MAX_BYTES:
         found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
-        fix = "split the file, or name the right file"
-        problem = Problem(
-            f"the file is too large for {what}", "", str(path), found, expected, fix=fix, code="yaml-syntax"
-        )
-        raise UserError(problem)
+        fix, why = "name the file with the settings, not the data", "such a file has a few kilobytes"
+        what = f"the file is too large for {what}"
+        raise UserError(Problem(what, "", str(path), found, expected, fix, why=why, code="yaml-syntax"))
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -136,18 +138,21 @@ def _node(events: Iterator[Any], event: Any, path: Keys, document: Document, sou
     key = ".".join(path)
     if len(path) > MAX_DEPTH:
         what, expected = "the YAML is nested too deeply", f"at most {MAX_DEPTH} levels"
-        fix = "remove some levels of nesting"
-        raise UserError(Problem(what, where=where, expected=expected, fix=fix, code="yaml-syntax"))
+        fix, why = "remove the inner brackets or indentation", "recipes have three levels of keys"
+        raise UserError(Problem(what, "", where, "", expected, fix, why=why, code="yaml-syntax"))
     if isinstance(event, yaml.AliasEvent):
         what, fix = "YAML aliases are not allowed", "write the value itself in place of the alias"
-        document.problems.append(Problem(what, key, where, f"*{event.anchor}", fix=fix, code="yaml-syntax"))
+        found = f"*{event.anchor}"
+        document.problems.append(Problem(what, key, where, found, fix=fix, why=ALONE, code="yaml-syntax"))
         return None
     if event.anchor:
         what, fix = "YAML anchors are not allowed", f"remove `&{event.anchor}`"
-        document.problems.append(Problem(what, key, where, f"&{event.anchor}", fix=fix, code="yaml-syntax"))
+        found = f"&{event.anchor}"
+        document.problems.append(Problem(what, key, where, found, fix=fix, why=ALONE, code="yaml-syntax"))
     if event.tag:
-        what, fix = "YAML tags are not allowed", "remove the tag"
-        document.problems.append(Problem(what, key, where, event.tag, fix=fix, code="yaml-syntax"))
+        what, fix = "YAML tags are not allowed", f"remove `{event.tag}`"
+        why = "a tag can create any Python object"
+        document.problems.append(Problem(what, key, where, event.tag, fix=fix, why=why, code="yaml-syntax"))
     if isinstance(event, yaml.ScalarEvent):
         return scalar(event.value) if event.implicit[0] else event.value
     if isinstance(event, yaml.SequenceStartEvent):
@@ -169,17 +174,18 @@ def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str)
         name = event.value if isinstance(event, yaml.ScalarEvent) else None
         if name is None:
             what, around = "a list or a mapping can't be a key", ".".join(path)
-            fix = "write a word, or put the key in quotes"
-            document.problems.append(
-                Problem(what, around, where, expected="a word", fix=fix, code="yaml-syntax")
-            )
+            fix, why = 'write a word, or put the key in quotes: "[a, b]": 1', "keys of recipes are strings"
+            found = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a mapping"
+            problem = Problem(what, around, where, found, "a word", fix, why=why, code="yaml-syntax")
+            document.problems.append(problem)
             name = str(_node(events, event, (*path, "?"), document, source))
         here = (*path, name)
         if name in items:
-            found, fix = f"first at {document.where[here]}", "remove the second key"
-            document.problems.append(
-                Problem(TWICE, ".".join(here), where, found, fix=fix, code="yaml-syntax")
-            )
+            first = document.where[here]
+            found, fix = f"first at {first}", "remove one of the two lines"
+            texts = {"fix": fix, "why": ONE_VALUE, "code": "yaml-syntax"}
+            problem = Problem(TWICE, ".".join(here), where, found, **texts)
+            document.problems.append(problem)
         document.where[here] = where
         items[name] = _node(events, next(events), here, document, source)
     return items
@@ -193,5 +199,5 @@ def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
     said = getattr(error, "problem", None) or first_line(error)
-    fix = "correct this line of the file"
-    return Problem("the text is not valid YAML", where=where, found=said, fix=fix, code="yaml-syntax")
+    what = "the text is not valid YAML"
+    return Problem(what, where=where, found=said, fix=LINE, why=WHY, code="yaml-syntax")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_pla
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+DOWNLOAD_AGAIN = "download the model again (hf download MODEL --local-dir FOLDER), or use another model"
+SAVE_AGAIN = "save the adapter again: model.save_pretrained(FOLDER)"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 MOST_ADDED = 100_000  # tokens in addition to the vocabulary
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
@@ -99,6 +102,12 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def copy_of_link(link: Path) -> str:
+    """Return the shell command that replaces a link with a copy of its file."""
+    place = shlex.quote(str(link))
+    return f'cp --remove-destination "$(readlink -f {place})" {place}'
+
+
 def only_pickles(key: str, found: str) -> Problem:
     fix = "convert the files where you trust them: from_pretrained(...), then save_pretrained(...)"
     what, why = "the weights are only in pickles", "a pickle can run code when it is opened"
@@ -122,20 +131,23 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
         cached = (above for above in (home, *home.parents) if above.parent.name == "snapshots")
         blobs = next((commit.parent.parent / "blobs" for commit in cached), home)
         if target.is_symlink():
-            what, fix = "a link leads to itself", "delete the link, or replace it with a file"
-            yield Problem(what, key, str(entry), fix=fix, code="unsafe-file")
+            what, fix = "a link leads to itself", f"rm {shlex.quote(str(entry))}"
+            found, why = f"a link to {os.readlink(entry)}", "no program can open it"
+            yield Problem(what, key, str(entry), found, fix=fix, why=why, code="unsafe-file")
         elif not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-            what, fix = "a link leads out of its folder", "replace the link with a copy of the file"
-            yield Problem(what, key, str(entry), f"a link to {target}", fix=fix, code="unsafe-file")
+            what, why = "a link leads out of its folder", "it could name any file of this machine"
+            fix = copy_of_link(entry)
+            yield Problem(what, key, str(entry), f"a link to {target}", fix=fix, why=why, code="unsafe-file")
 
 
 def read_object(path: Path, key: str) -> dict[str, Any]:
     """Return the content of a JSON file that must hold an object (exit 2)."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        fix = "download the model again, or use another model"
+        fix = DOWNLOAD_AGAIN
         what, found = "the file has no JSON object", f"a {type(content).__name__}"
-        raise UserError(Problem(what, key, str(path), found, "{...}", fix, code="model-files"))
+        why = "transformers expects an object in this file"
+        raise UserError(Problem(what, key, str(path), found, "{...}", fix, why=why, code="model-files"))
     return content
 
 
@@ -144,7 +156,7 @@ def _read(path: Path, key: str) -> Any:
         return regular_files.read_json(path, key)
     except ValueError as error:
         found = str(error)[:200]
-        fix = "download the model again, or use another model"
+        fix = DOWNLOAD_AGAIN
         raise UserError(
             Problem("the file is not JSON", key, str(path), found, fix=fix, code="model-files")
         ) from None
@@ -156,12 +168,14 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict):
         what, expected = "the file is not an index of weight files", "weight_map: {tensor: file}"
-        fix = "download the model again, or use another model"
-        yield Problem(what, key, str(path), expected=expected, fix=fix, code="model-files")
+        fix = DOWNLOAD_AGAIN
+        why = "the index says which file holds a tensor"
+        yield Problem(what, key, str(path), "", expected, fix, why=why, code="model-files")
         return
     if not isinstance(content.get("metadata"), dict):  # transformers 5.22 would raise a KeyError
         what, fix = "the index of weight files has no metadata", 'add "metadata": {} to the file'
-        yield Problem(what, key, str(path), fix=fix, code="model-files")
+        why = "transformers reads this key"
+        yield Problem(what, key, str(path), fix=fix, why=why, code="model-files")
     outside = {str(file): None for file in named.values() if not is_plain_name(file)}
     if outside:
         what, expected = (
@@ -179,9 +193,10 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
     """Check that a config does not choose kernels or trust remote code. Only the recipe may do that."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        fix = "download the model again, or use another model"
+        fix = DOWNLOAD_AGAIN
         what, found = "the config has no JSON object", f"a {type(content).__name__}"
-        yield Problem(what, key, str(path), found, "{...}", fix, code="model-files")
+        why = "transformers expects an object in this file"
+        yield Problem(what, key, str(path), found, "{...}", fix, why=why, code="model-files")
         return
     for name, value in _entries(content):
         if _IMPLEMENTATION.fullmatch(name):
@@ -195,7 +210,8 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
                 yield Problem(what, key, str(path), found[:200], fix=fix, why=why, code="unsafe-file")
         if name == "trust_remote_code" and value:
             what, fix = "the config asks to run code of the model", f"remove {name} from the file"
-            yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix, code="unsafe-file")
+            found, why = f"{name}: {value}"[:200], "finetune runs no code of a model"
+            yield Problem(what, key, str(path), found, fix=fix, why=why, code="unsafe-file")
 
 
 def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
@@ -248,16 +264,17 @@ _USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # what PEFT writes int
 
 def _odd_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
     """Find values of LoRA that PEFT does not write."""
-    what, fix = "the config of the adapter has an odd value", "save the adapter again with PEFT"
+    what, fix = "the config of the adapter has an odd value", SAVE_AGAIN
     for name, (is_usual, expected) in _USUAL.items():
         value = content.get(name)
         if value is not None and not is_usual(value):
             found = f"{name}: {value}"[:200]
-            yield Problem(what, key, str(path), found, expected, fix, code="adapter-files")
+            why = "PEFT itself writes no such value"
+            yield Problem(what, key, str(path), found, expected, fix, why=why, code="adapter-files")
     if content.get("megatron_config") is not None:
         what, fix = "finetune reads no adapter of Megatron", "convert the adapter to plain PEFT"
-        found = f"megatron_config: {content['megatron_config']}"[:200]
-        yield Problem(what, key, str(path), found, fix=fix, code="adapter-files")
+        found, why = f"megatron_config: {content['megatron_config']}"[:200], "it needs Megatron to load"
+        yield Problem(what, key, str(path), found, fix=fix, why=why, code="adapter-files")
 
 
 def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:

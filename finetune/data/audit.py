@@ -334,7 +334,8 @@ class Audit:
         """Check that the validation examples can be used for evaluation (exit 2)."""
         self.check_rows(data)
         if self.report.rows and not self.report.kept:
-            raise UserError(*self._nothing_left("data.validation" if data.validation else "data.name", False))
+            key = "data.validation" if data.validation else "data.name"
+            raise UserError(*self._nothing_left(key, False, "validation examples"))
 
     def check_rows(self, data: Data) -> None:
         """Raise a UserError for examples of a kind that has no tolerance in `data.expect` (exit 2).
@@ -364,7 +365,8 @@ class Audit:
         )
         fix = self._remedies().get(next(iter(counts)), "correct these examples")
         fix += f", or set data.expect.{limit}: {_enough(total, of):g}" if self.report.kept else ""
-        why = "" if self.report.kept else "no example is left without them"
+        why = WHY.get(limit, "the run would skip these examples")
+        why = why if self.report.kept else "no example is left without them"
         what = f"{total} of {of} examples ({total / of:.1%}) exceed this limit"
         key, expected = f"data.expect.{limit}", f"at most {allowed:.1%}"
         return [*details, Problem(what, key, "", said, expected, fix, why=why, code="data-expect")]
@@ -374,14 +376,16 @@ class Audit:
             return []
         what, found = "the tokenizer gives token ids that the model does not have", ", ".join(self.beyond)
         fix, expected = "use the tokenizer of this model", f"a token id < {self.vocabulary}"
-        return [Problem(what, "model.name", "", found, expected, fix, code="token-limit")]
+        why = "the embedding has no row for these ids"
+        return [Problem(what, "model.name", "", found, expected, fix, why=why, code="token-limit")]
 
-    def _nothing_left(self, key: str, said: bool) -> list[Problem]:
+    def _nothing_left(self, key: str, said: bool, which: str = "examples") -> list[Problem]:
         """Return the problem that no example is trained on, with each reason.
 
         Args:
             key: the recipe key that names the source.
             said: whether the problems of bad examples are already reported.
+            which: the name of the examples in the message.
         """
         report = self.report
         causes = [kind for kind in (*BAD, *DROPPED) if kind in report.counts and not (said and kind in BAD)]
@@ -390,13 +394,11 @@ class Audit:
         key = "data.max_length" if causes == ["too_long"] else key
         found = ", ".join(f"{n} {report.said()[kind]}" for kind, n in report.counts.items())
         remedies = self._remedies()
-        if not report.positions:
-            remedies["too_long"] = f"data.max_length: {report.longest}, or for plain text too_long: split"
         fix = "; ".join(remedies[kind] for kind in causes if kind in remedies)
         details = [problem for kind in causes for problem in self.bad_rows.problems(kind)]
-        what = f"none of the {report.rows} examples has a token to train on"
+        what = f"none of the {report.rows} {which} has a token to train on"
         if causes == ["unanswered"]:
-            what = f"none of the {report.rows} examples has an answer to train on"
+            what = f"none of the {report.rows} {which} has an answer to train on"
         return [*details, Problem(what, key, found=found, fix=fix, code="data-empty")]
 
     def _remedies(self) -> dict[str, str]:
@@ -405,7 +407,8 @@ class Audit:
         If the model's positions are the limit, raising `data.max_length` does not help.
         """
         if not self.report.positions:
-            return dict(REMEDIES)
+            longer = f"data.max_length: {self.report.longest}, or {REMEDIES['too_long']}"
+            return {**REMEDIES, "too_long": longer}
         longest = self.report.longest
         longer = (
             f"data.too_long: truncate_prompt (for plain text: split), or use a model with {longest} positions"
@@ -425,8 +428,13 @@ class Audit:
         return Problem(what, "data.max_length", "", found, expected, fix, code="token-limit")
 
 
+WHY = {  # limit of data.expect -> why a larger share stops the run
+    "duplicates": "the model would see these examples several times in an epoch",
+    "in_validation": "the validation scores would be too good",
+    "no_end_of_turn": "the model would not learn to end its answers",
+}
 REMEDIES = {
-    "too_long": "raise data.max_length, or too_long: truncate_prompt (for plain text: split)",
+    "too_long": "data.too_long: truncate_prompt (for plain text: split)",
     "unanswered": "end each chat with the assistant's answer",
     "nothing_trained": "train on an answer: check data.train_on, and `train` and `weight` of the messages",
     "duplicates": "remove the repeated examples",

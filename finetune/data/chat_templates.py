@@ -70,7 +70,7 @@ def read_template(name: str) -> str:
         try:
             text = regular_files.read_text(path, "data.chat_template", "utf-8-sig")
         except UnicodeDecodeError:
-            what, fix = "the file is not UTF-8", "save the file as UTF-8"
+            what, fix = "the file is not UTF-8", f"iconv -f WINDOWS-1252 -t UTF-8 {name} > utf8.jinja"
             raise UserError(Problem(what, KEY, found=name, fix=fix, code="chat-template")) from None
         if "{{" not in text and "{%" not in text:  # another file, whose text no message may show
             what, expected = "the file is not a Jinja template", "a file with {{ ... }} or {% ... %}"
@@ -97,7 +97,7 @@ def other_prompt(own: ChatTemplate, template: ChatTemplate, tools: Tools) -> tup
         (prompt,) = render(own, [(turns[:count], tools)], prompt=True)
         (text,) = render(template, [(turns[: count + 1], tools)])
         if prompt.error and not text.error:
-            what, fix = "the chat template can't render a prompt", "set `chat_template` to another template"
+            what, fix = "the chat template can't render a prompt", "data.chat_template: chatml"
             raise UserError(Problem(what, KEY, found=prompt.error, fix=fix, code="chat-template"))
         if not (prompt.error or text.error or text.text.startswith(prompt.text)):
             notes.append(

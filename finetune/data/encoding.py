@@ -42,6 +42,8 @@ LEFT_OUT = {  # role or key of a message -> its name in errors
     "tool": "tool results",
     **dict.fromkeys(REASONING_KEYS, "reasoning"),
 }
+CHATML = "data.chat_template: chatml"
+NEEDS_TEMPLATE = "the data has chats, and a template turns them into text"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ATTEMPTS = 8  # maximum number of attempts to shorten the prompts of an example
 
@@ -233,7 +235,7 @@ class Encoder:
                 if text.error:
                     what, fix = (
                         "the chat template can't render a prompt",
-                        "set `chat_template` to another one",
+                        "data.chat_template: chatml",
                     )
                     where = examples[index].where
                     raise UserError(Problem(what, KEY, where, text.error, fix=fix, code="chat-template"))
@@ -319,7 +321,7 @@ class Encoder:
         self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Encoding
     ) -> Encoded:
         if text.error.startswith(STOPPED):
-            what, fix = "the chat template takes too long", "set `chat_template` to another one"
+            what, fix = "the chat template takes too long", "data.chat_template: chatml"
             raise UserError(Problem(what, KEY, example.where, text.error, fix=fix, code="chat-template"))
         if text.error:
             what = "the chat template can't render this chat"
@@ -384,8 +386,15 @@ def make_encoder(
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        what, fix = "the tokenizer has no tokenizer.json", "save the tokenizer again with transformers"
-        raise UserError(Problem(what, "model.name", fix=fix, code="tokenizer"))
+        what, fix = (
+            "the tokenizer has no tokenizer.json",
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        )
+        found, why = (
+            type(tokenizer).__name__,
+            "finetune maps tokens to characters, which needs a fast tokenizer",
+        )
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, why=why, code="tokenizer"))
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, Any] = {"opening": _opening(backend)}
@@ -403,13 +412,13 @@ def make_encoder(
             f"a Jinja file, or one of {', '.join(bundled())}",
         )
         raise UserError(
-            Problem(what, KEY, expected=expected, fix="chat_template: chatml", code="chat-template")
+            Problem(what, KEY, expected=expected, fix=CHATML, why=NEEDS_TEMPLATE, code="chat-template")
         )
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if named and "default" not in named:
         what, fix = (
             "none of the tokenizer's chat templates is the default",
-            "save one of them as a Jinja file",
+            "save one of them as template.jinja, and set data.chat_template: template.jinja",
         )
         raise UserError(Problem(what, KEY, found=", ".join(sorted(named)), fix=fix, code="chat-template"))
     encoder = _of_template(tokenizer, str(tokenizer.get_chat_template()), data, known, None)

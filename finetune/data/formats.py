@@ -300,8 +300,11 @@ def _check_columns(row: Row, data: Data) -> None:
         elif theirs not in row.value and ours not in OPTIONAL:
             found, near = ", ".join(map(str, row.value)), nearest(theirs, row.value)
             key, what = f"data.columns.{ours}", f'the example has no column "{theirs}"'
-            fix = f"{ours}: {near}" if near else ""
-            problems.append(Problem(what, key, row.where, found, fix=fix, code="data-format"))
+            why, fix = f"data.columns reads `{ours}` from this column", f"{ours}: {near}" if near else ""
+            if not fix:
+                rest = [str(name) for name in row.value if name not in data.columns.values()]
+                fix = f"{ours}: {rest[0]}" if len(rest) == 1 else f"write one of these names after `{ours}:`"
+            problems.append(Problem(what, key, row.where, found, fix=fix, why=why, code="data-format"))
     if problems:
         raise UserError(*problems)
 

@@ -143,6 +143,9 @@ def _next_of_array(text: str, at: int) -> tuple[Any, int, str, str]:
         return None, at, ",", str(error)
 
 
+QUOTES = 'put quotes around a field that contains a comma: "red, blue"'
+
+
 def _csv(path: Path, limits: Limits) -> Rows:
     csv.field_size_limit(2**31 - 1)  # the default allows only 128 KiB per field
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -164,8 +167,9 @@ def _csv(path: Path, limits: Limits) -> Rows:
                     yield Row(dict(zip(names, fields, strict=True)), where)
                 elif fields:
                     expected, found = f"{len(names)} fields", str(len(fields))
-                    what, found = "the line has another number of fields than the header", f"{found} fields"
-                    yield BadRow("unreadable", what, where, expected=expected, found=found)
+                    what = "the line has another number of fields than the header"
+                    found, fix = f"{found} field{'s' * (len(fields) != 1)}", QUOTES
+                    yield BadRow("unreadable", what, where, expected=expected, found=found, fix=fix)
         except UnicodeDecodeError:
             raise UserError(_where_not_utf8(path).problem) from None
 

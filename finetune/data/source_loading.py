@@ -333,7 +333,7 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
     if missing or not matches:
         what, found = f"the file {name} does not exist", f"looked in {Path.cwd()} and in the recipe's folder"
         near = similar_files(path)
-        fix = f"{key}: {near}" if os.path.exists(near) else near
+        fix = f"{key}: {near}" if near else "correct the path; it starts at one of these folders"
         raise UserError(Problem(what, key, found=found, fix=fix, code="data-not-found"))
     paths = matches
     if all(map(os.path.isdir, matches)):

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from finetune.core import strict_yaml, untrusted_files
 from finetune.core.errors import Problem, UserError
-from finetune.core.paths import can_be_path
+from finetune.core.paths import can_be_path, similar_files
 from finetune.data import template_sandbox
 from finetune.data.example_errors import FIRST
 from finetune.evaluation import limited_patterns, task_data, task_keys
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Keys that `sandboxed` renders instead of lm-eval
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")
+UPDATE = "pip install --upgrade lm-eval, or use one of these names"
 LONGEST = 2**20  # characters of a prompt
 DEEPEST = 5  # nested `include` files
 METRICS = {  # output_type -> metrics of a task without `metric_list` (lm_eval 0.4.13, api/registry.py)
@@ -86,7 +87,7 @@ def check(path: Path) -> tuple[str, tuple[str, ...]]:
             try:
                 made[key](row)
             except (SyntaxError, ValueError) as error:
-                what, fix = "the template gives no list of choices", "correct the template"
+                what, fix = "the template gives no list of choices", f"{key}: \"{{{{['yes', 'no']}}}}\""
                 found = f"{row}"[:200]
                 expected = "a list of strings, such as ['yes', 'no']"
                 problem = Problem(what, key, str(path), found, expected, fix, code="eval-task")
@@ -111,7 +112,10 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
     try:
         Environment().parse(template)  # parse only, without rendering
     except TemplateSyntaxError as error:
-        what, fix = "the template is not valid Jinja", "correct the template"
+        what, fix = (
+            "the template is not valid Jinja",
+            f'{key}: "{{{{question}}}}", with a column of your data',
+        )
         raise UserError(Problem(what, key, where, str(error), fix=fix, code="eval-task")) from None
 
     def value(row: dict[str, Any]) -> Any:
@@ -119,8 +123,9 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
             return row[template]
         text, _, error = template_sandbox.render_row(template, row)
         if error:
-            fix = "change the example or the template"
-            raise UserError(Problem(error, key, where, f"{row}"[:200], fix=fix, code="data-example"))
+            fix, why = f"correct this example, or the template of `{key}`", "lm-eval renders each example"
+            found = f"{row}"[:200]
+            raise UserError(Problem(error, key, where, found, fix=fix, why=why, code="data-example"))
         if key == "doc_to_choice" or (choices and text.isdigit()):
             return ast.literal_eval(text)
         if key == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
@@ -141,9 +146,10 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the task"), str(path))
     except (OSError, ValueError) as error:
-        found, fix = getattr(error, "strerror", None) or str(error), "correct the path"
-        what = "finetune can't read the task file"
-        raise UserError(Problem(what, "include", str(path), found, fix=fix, code="eval-task")) from None
+        found, why = getattr(error, "strerror", None) or str(error), "`include` names files next to the task"
+        what, fix = "finetune can't read the task file", similar_files(path) or "correct the path"
+        problem = Problem(what, "include", str(path), found, fix=fix, why=why, code="eval-task")
+        raise UserError(problem) from None
     if document.problems:
         raise UserError(*document.problems)
     own = document.value
@@ -188,8 +194,8 @@ def _problems(found: dict[str, Any], where: str) -> Iterator[Problem]:
             yield task_data.not_fetched(key, where, text)
         if "{{" in text or "{%" in text:
             what, expected = "this key can't hold a template", f"templates only in {', '.join(RENDERED)}"
-            fix = "replace the template with plain text"
-            yield Problem(what, key, where, text[:80], expected, fix, code="eval-task")
+            fix, why = "replace the template with plain text", "lm-eval would not render it"
+            yield Problem(what, key, where, text[:80], expected, fix, why=why, code="eval-task")
 
 
 def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem]:
@@ -205,11 +211,13 @@ def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem
         taken, given = task_keys.OPTIONS.get(name, ()), entry.model_fields_set & options
         for key in sorted(given - set(taken)):
             what, fix = f"`{name}` has no option `{key}`", f"remove `{key}:`"
-            yield Problem(what, f"{place}.{key}", where, fix=fix, code="eval-task")
+            expected, why = ", ".join(sorted(taken)) or "no options", "lm-eval would ignore it, or fail later"
+            yield Problem(what, f"{place}.{key}", where, key, expected, fix, why=why, code="eval-task")
         for key in task_keys.NEEDED.get(name, ()):
             if getattr(entry, key) is None:
-                what, fix = f"`{name}` needs the option `{key}`", f"add `{key}:`"
-                yield Problem(what, f"{place}.{key}", where, fix=fix, code="missing-key")
+                what, fix = f"`{name}` needs the option `{key}`", f"add `{key}:` next to `{name}`"
+                why = "lm-eval has no default for it"
+                yield Problem(what, f"{place}.{key}", where, fix=fix, why=why, code="missing-key")
         patterns = [getattr(entry, "regex_pattern", None), *(getattr(entry, "regexes_to_ignore", None) or ())]
         for pattern in filter(None, patterns):
             yield from limited_patterns.problems(pattern, place, where)
@@ -274,9 +282,17 @@ def check_registered(made: dict[str, Any]) -> None:
     named += [("filter_list", step["function"], filter_registry) for step in steps]
     missing = [(key, name) for key, name, names in named if isinstance(name, str) and name not in names]
     if missing:
-        what, fix = "the installed lm-eval does not have this name", "use another name, or update lm-eval"
-        texts = {"fix": fix, "code": "eval-task"}
-        raise UserError(*(Problem(what, key, made["task"], name, **texts) for key, name in missing))
+        what, why = (
+            "the installed lm-eval does not have this name",
+            "lm-eval runs only what it has registered",
+        )
+        known = {key: [*names] for key, _, names in named}
+        texts = {"why": why, "code": "eval-task"}
+        problems = [
+            Problem(what, key, made["task"], name, recipe_errors.choices(name, known[key]), UPDATE, **texts)
+            for key, name in missing
+        ]
+        raise UserError(*problems)
 
 
 def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:

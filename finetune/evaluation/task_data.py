@@ -7,13 +7,14 @@ So finetune finds local files with known suffixes and reads them with its own re
 from __future__ import annotations
 
 import os
+import shlex
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
-from finetune.core.paths import can_be_path, local_path
+from finetune.core.paths import can_be_path, local_path, similar_files
 from finetune.data import dataset_folders, hub_datasets
 from finetune.data.examples import BadRow
 from finetune.data.readers import READERS, read_file
@@ -73,8 +74,10 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
             "the dataset does not exist",
             f"{', '.join(LOADERS)}, a folder, or a dataset on the Hub",
         )
-        fix = "correct the path; it starts at the folder of the task file"
-        raise UserError(Problem(what, KEY, str(where), path, expected, fix, code="data-not-found"))
+        near, why = similar_files(where.parent / path), "a path starts at the folder of the task file"
+        near = os.path.relpath(near, where.parent) if os.path.exists(near) else "json"
+        fix = f"{KEY}: {near}"
+        raise UserError(Problem(what, KEY, str(where), path, expected, fix, why=why, code="data-not-found"))
     else:
         return None
     if inside:
@@ -84,8 +87,9 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
         return {split: _matches(patterns, folder, where, suffixes) for split, patterns in splits.items()}
     if folder is None:
         what = f"`dataset_path: {path}` needs the names of its files"
-        fix = "dataset_kwargs: {data_files: {test: FILE}}"
-        raise UserError(Problem(what, "dataset_kwargs", str(where), fix=fix, code="missing-key"))
+        fix = f"dataset_kwargs: {{data_files: {{test: test.{'jsonl' if path == 'json' else path}}}}}"
+        why = f"{path} is a file type, not a dataset"
+        raise UserError(Problem(what, "dataset_kwargs", str(where), fix=fix, why=why, code="missing-key"))
     found = dataset_folders.all_splits(folder, KEY, task.get("dataset_name"))
     _check_suffixes(list(chain.from_iterable(found.values())), suffixes, where)
     return found
@@ -110,8 +114,9 @@ def _folder_in(folder: Path | None, name: str, where: Path) -> Path:
 def not_fetched(key: str, where: str, address: str) -> Problem:
     """Return the problem of data at an address."""
     what, expected = "finetune does not download data from an address", "a file, or a dataset on the Hub"
-    fix = "download the file and name it here"
-    return Problem(what, key, where, address[:200], expected, fix, code="data-not-found")
+    url = shlex.quote(address[:200])
+    fix, why = f"curl -LO {url}, then name the file here", "a later run could read other data"
+    return Problem(what, key, where, address[:200], expected, fix, why=why, code="data-not-found")
 
 
 def _matches(

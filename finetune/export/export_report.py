@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from finetune.core.formatting import amount
+from finetune.core.formatting import file_size
 from finetune.reporting import exports
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def show(screen: Console, report: dict[str, Any]) -> None:
     """Print the files, the serving check and the command that serves the model."""
-    sizes = [(name, f"{amount(size / 1e6)} MB") for name, size in report["files"].items()]
+    sizes = [(name, file_size(size)) for name, size in report["files"].items()]
     lines = [("folder", report["path"]), ("weights", report["quantize"]), *sizes]
     screen.table(f"export to {report['target']}", ("", ""), lines)
     for note in report.get("notes", ()):

@@ -78,8 +78,11 @@ def check_adapter(folder: RunFolder) -> None:
     untrusted_files.check_adapter(folder.path, "")
     missing = [name for name in FILES if not (folder.path / name).exists()]
     if missing:
-        what, fix = f"the adapter has no {', '.join(missing)}", "save the adapter again with PEFT"
-        raise UserError(Problem(what, where=str(folder.path), fix=fix, code="adapter-files"))
+        what, expected = f"the adapter has no {', '.join(missing)}", f"a folder with {' and '.join(FILES)}"
+        texts = {"fix": untrusted_files.SAVE_AGAIN, "why": "finetune reads only adapters in safetensors"}
+        found = ", ".join(sorted(entry.name for entry in folder.path.iterdir())[:6]) or "an empty folder"
+        problem = Problem(what, "", str(folder.path), found, expected, **texts, code="adapter-files")
+        raise UserError(problem)
 
 
 def recipe_of(source: Source, overrides: Sequence[str]) -> Recipe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ def run(
     texts = compared_texts.texts_of(opened, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)
     report: dict[str, Any] = {"target": to, "quantize": kind, "path": str(target)}
-    with merging.staging(target) as (whole, packed), merging.located(folder):
+    with merging.staging(target) as (whole, packed), merging.located(folder, packed.parent, target):
         expected: list[Expected] = []
 
         def observe(model: PreTrainedModel | PeftModel) -> None:
@@ -117,7 +118,8 @@ def run(
                     folder, plain, setup, getattr(torch, dtype), tokenizer, whole
                 )
             with progress.part("verifying the merged weights"):
-                merged, _ = verify_merge.reopened(whole, setup, texts.rows, lambda _: None)
+                observed: Any = partial(serving_check.with_rounding, expected)
+                merged, _ = verify_merge.reopened(whole, setup, texts.rows, observed)
             report["against_tuned"] = verify_merge.agreement(tuned, base, merged)
             verify_merge.refuse_lost(report, folder)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", opened.name)

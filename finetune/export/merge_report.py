@@ -41,7 +41,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
             f"{f['largest']:.2g} of {f['scale']:.3g}",
             f"{f['kl']:.2g}",
             f"{f['same_top']:.2%}",
-            f"{f['relative']:.2g}",
+            f"{100 * f['relative']:.2g}",
         )
         for name, f in compared.items()
     ]
@@ -50,7 +50,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
         "largest logit difference",
         "KL, nats per token",
         "same top token",
-        "difference / update",
+        "difference, % of the update",
     )
     screen.table("verification of the saved weights", columns, table)
     if report["scores"]:

@@ -6,6 +6,7 @@ merge.run("runs/quickstart") writes runs/quickstart/merged, which Transformers l
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 
 from finetune.core import command_lines, progress, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
-from finetune.core.paths import writing
+from finetune.core.paths import free_name, writing
 from finetune.evaluation import reopen, scoring, validation_set
 from finetune.export import merged_files, plain_base, shared_weights, verify_merge
 from finetune.quantization import qat
@@ -75,7 +76,7 @@ def run(
     trained_for, plain = recipe.speed.qat, plain_base.unrounded(recipe)
     report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
     left = merged_files.note_interrupted(target, "merge")
-    with staging(target) as (whole, packed), located(folder):
+    with staging(target) as (whole, packed), located(folder, packed.parent, target):
         # Apply the rounding of QAT if the weights will be stored in that format
         opened_recipe = recipe if quantized else plain
         is_adapter, again = folder.weights == folder.adapter, bool(trained_for and quantized)
@@ -140,7 +141,7 @@ def free_target(run: Path, name: str, output: str | None) -> Path:
         held = (
             ", ".join(sorted(entry.name for entry in target.iterdir())[:6]) if target.is_dir() else "a file"
         )
-        what, fix = "the output folder is not empty", "choose a new folder with --output"
+        what, fix = "the output folder is not empty", f"--output {free_name(target)}"
         texts = {"found": held, "fix": fix, "why": "finetune overwrites no files", "code": "merge"}
         raise UserError(Problem(what, where=str(target), **texts))
     if not target.absolute().parent.is_dir():
@@ -175,12 +176,26 @@ def staging(target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 @contextlib.contextmanager
-def located(folder: RunFolder) -> Iterator[None]:
-    """Add the run to errors, and explain that fp32 weights need more memory than bf16 weights."""
+def located(folder: RunFolder, staged: Path, target: Path) -> Iterator[None]:
+    """Add the run to errors, and explain that fp32 weights need more memory than bf16 weights.
+
+    Args:
+        staged: the folder that holds the staging folders. It is deleted, so errors name the target instead.
+    """
     try:
         yield
     except UserError as error:
-        problems = [replace(problem, where=problem.where or str(folder.path)) for problem in error.problems]
+        inside = re.compile(rf"{re.escape(str(staged))}(/whole|/packed)?")
+
+        def named(text: str) -> str:
+            return inside.sub(lambda _: str(target), text)
+
+        problems = [
+            replace(
+                one, where=named(one.where) or str(folder.path), found=named(one.found), fix=named(one.fix)
+            )
+            for one in error.problems
+        ]
         raise UserError(*problems, code=error.code) from error
     except torch.OutOfMemoryError as error:
         what, why = "the GPU has too little memory for the merge", "a merge needs the weights in fp32"

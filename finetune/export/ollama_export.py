@@ -147,6 +147,7 @@ def check_rendering(parts: Parts, job: ExportJob, chats: list[Any]) -> None:
             what = "the template for Ollama writes a validation chat differently"
             shown = "it has no such part" if found is None else repr(found[:120])
             texts = {"found": shown, "expected": repr(wanted[:120]), "fix": "--to gguf", "code": "export"}
+            texts["why"] = "the model would read other prompts in Ollama than in training"
             raise UserError(Problem(what, where=f"chat {index}", **texts), code=Exit.ARTIFACT)
 
 

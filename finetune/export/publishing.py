@@ -81,7 +81,7 @@ def run(
         for note in [*notes, *staged_files.say_of(base, files)]:
             screen.say(f"note: {note}")
         if dry_run or not repo:
-            return show(screen, files, section, staged)
+            return show(screen, folder, files, section, staged)
         return push(folder, recipe, repo, files, screen)
 
 
@@ -98,13 +98,19 @@ def format_command(folder: RunFolder, section: Publish) -> str:
     return shlex.join([*words, *([f"publish.revision={section.revision}"] if section.revision else [])])
 
 
-def show(screen: Console, files: dict[str, Path], section: Publish, staged: Path) -> dict[str, Any]:
+def show(
+    screen: Console, folder: RunFolder, files: dict[str, Path], section: Publish, staged: Path
+) -> dict[str, Any]:
     """Print and return the files of a dry run, the repository and the folder that contains the files."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     rows = [(name, f"{size:,}") for name, size in sizes.items()]
     where = f"{section.repo or 'a repository'} ({'private' if section.private else 'public'})"
     screen.table(f"files for {where}", ("file", "bytes"), rows)
     screen.say("", f"these files and the model card are in {staged}", "finetune uploaded nothing")
+    if section.repo:
+        screen.say(f"next: {format_command(folder, section)}")
+    else:
+        screen.say("to upload them, replace --dry-run with --repo ORGANIZATION/NAME")
     return {
         "repo": section.repo,
         "revision": section.revision,

@@ -20,6 +20,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.privacy import masked
 from finetune.data import encoding
 from finetune.evaluation import scoring
+from finetune.export import verify_merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,8 @@ class Expected(NamedTuple):
     loss: float | None = None
     """Loss per token of the fine-tuned model on `documents`."""
     has_experts: bool = False
+    rounding: float = 0.0
+    """Largest difference of a log-probability that the dtype of the merged weights makes by itself."""
 
     def spread(self) -> float:
         """Return the standard deviation of the logits, which sets the scale of a tolerance."""
@@ -116,7 +119,8 @@ class Expected(NamedTuple):
     def tolerance(self, kind: str) -> float:
         """Return the allowed difference of a log-probability for weights that are stored as `kind`."""
         quantized = self.has_experts and kind not in ("f32", "f16", "bf16")
-        return max(TOLERANCES[kind], WITH_EXPERTS if quantized else 0.0) * self.spread()
+        share = max(TOLERANCES[kind], WITH_EXPERTS if quantized else 0.0)
+        return share * self.spread() + self.rounding
 
 
 def expected_of(
@@ -134,6 +138,23 @@ def expected_of(
     prompts = encoder.prompts(texts.examples)
     answered, logits = answers(model, prompts[:ANSWERS], stops)
     return Expected(texts.examples, prompts, answered, logits, stops, texts.documents, loss, routed)
+
+
+def with_rounding(expected: list[Expected], merged: PreTrainedModel) -> None:
+    """Add to the only item of `expected` by how much the merged weights change the log-probabilities.
+
+    A merge in bf16 rounds the weights. Most differences are small, but a single token can differ by more than
+    the tolerance. The merged model reads the prompts with the expected answers and computes in fp32.
+    """
+    verify_merge.in_fp32(merged.eval())
+    (wanted,) = expected
+    largest = 0.0
+    for prompt, answer, logits in zip(wanted.prompts, wanted.answers, wanted.logits, strict=False):
+        found = text_logits(merged, [*prompt, *answer])[len(prompt) - 1 : -1].log_softmax(-1)
+        values, ids = found.topk(min(LIKELIEST, found.shape[-1]))
+        shifts = (values - logits.log_softmax(-1).gather(1, ids)).abs()
+        largest = max(largest, float(shifts.max()) if len(answer) else 0.0)
+    expected[:] = [wanted._replace(rounding=largest)]
 
 
 def text_logits(model: PreTrainedModel | PeftModel, ids: list[int]) -> torch.Tensor:

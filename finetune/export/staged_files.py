@@ -128,7 +128,10 @@ def stage(
     load_recipe(staged / folder.recipe.name, (), folder.format_version)
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
         what, fix = "the folder has no safetensors file to publish", command("merge", str(folder.path))
-        raise UserError(Problem(what, where=str(weights), fix=fix, code="run-damaged"), code=Exit.ARTIFACT)
+        found = ", ".join(sorted(path.name for path in weights.iterdir())[:6]) or "an empty folder"
+        texts = {"why": "`publish` uploads weights only in safetensors", "code": "run-damaged"}
+        problem = Problem(what, where=str(weights), found=found, fix=fix, **texts)
+        raise UserError(problem, code=Exit.ARTIFACT)
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 
@@ -159,7 +162,8 @@ def say_of(base: Base, files: dict[str, Path]) -> list[str]:
             "the license of the base model is unknown, so the model card says `other`; set publish.license"
         )
     results = json.loads(files["eval.json"].read_text(encoding="utf-8")) if "eval.json" in files else {}
-    rows = len(results.get("samples", [])) + len(results.get("worst", []))
+    shown = [*results.get("samples", []), *results.get("worst", [])]
+    rows = len({json.dumps(one.get("prompt"), sort_keys=True) for one in shown})
     if rows:
         notes.append(
             f"eval.json contains {rows} validation examples; set publish.samples=false to remove them"

@@ -8,11 +8,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from finetune.core import foreign_yaml, strict_yaml
+from finetune.core import foreign_yaml, paths, strict_yaml
 from finetune.core.errors import Problem, UserError
+from finetune.core.formatting import shortened
 from finetune.importers import axolotl, common, llamafactory, trl
 from finetune.importers.translation import Translation
-from finetune.recipe import loader
+from finetune.recipe import loader, recipe_errors
 
 LONGEST = 200  # characters of a value in a message
 ROUNDS = 3  # a value can be wrong because of another one that was removed
@@ -113,7 +114,11 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     if not source.get(MODELS[tool]):
         what = f"the file names no model, so it is no {TOOLS[tool].TOOL} training config"
         fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
-        raise UserError(Problem(what, where=str(path), fix=fix, code="import"))
+        texts = {
+            "found": shortened(", ".join(map(str, source)), LONGEST),
+            "expected": f"the key {MODELS[tool]}",
+        }
+        raise UserError(Problem(what, where=str(path), fix=fix, code="import", **texts))
     try:
         TOOLS[tool].translate(state, str(path), gpus)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -153,10 +158,9 @@ def _text(path: Path) -> str:
         return strict_yaml.text_of(path, "the file to import")
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         found = getattr(error, "strerror", None) or str(error)
-        fix = "correct the path, or its permissions"
-        raise UserError(
-            Problem(f"cannot read the file: {found}", where=str(path), fix=fix, code="import")
-        ) from error
+        fix = paths.similar_files(path) or "correct the path, or its permissions"
+        what, where = "finetune can't read the file", str(path)
+        raise UserError(Problem(what, where=where, found=found, fix=fix, code="import")) from error
 
 
 def _odd_value(state: Translation, where: str) -> Problem:
@@ -216,7 +220,9 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
     found = foreign_yaml.read(text, where, unique=True)
     if not isinstance(found, dict):
         fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
-        raise UserError(Problem("the file is no mapping of settings", where=where, fix=fix, code="import"))
+        what, found_here = "the file is no mapping of settings", recipe_errors.show(found)
+        expected, why = "lines such as `learning_rate: 2e-4`", "each setting becomes a key of the recipe"
+        raise UserError(Problem(what, "", where, found_here, expected, fix, why=why, code="import"))
     return found
 
 
@@ -231,7 +237,7 @@ def _tool_of(source: dict[str, Any], where: str) -> str:
     others = [tool for tool in counts if tool != best and counts[tool] == counts[best]]
     if not counts[best] or others:
         fix = "--from axolotl, --from llamafactory or --from trl"
-        raise UserError(
-            Problem("finetune can't tell which tool this file is for", where=where, fix=fix, code="import")
-        )
+        what, known = "finetune can't tell which tool this file is for", ", ".join(map(str, source))
+        why = "finetune compares the keys with those of each tool"
+        raise UserError(Problem(what, "", where, shortened(known, 200), fix=fix, why=why, code="import"))
     return best

@@ -33,7 +33,7 @@ def check_exists(model: Model) -> None:
         what = f"the path {model.name} does not exist"
         found = f"looked in {Path.cwd()} and in the recipe's folder"
         near = similar_files(Path(model.name))
-        fix = f"model.name: {near}" if Path(near or "-").exists() else near
+        fix = f"model.name: {near}" if near else "name a folder with config.json, or a model on the Hub"
         raise UserError(Problem(what, "model.name", found=found, fix=fix, code="model-not-found"))
 
 

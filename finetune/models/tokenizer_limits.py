@@ -66,8 +66,8 @@ def check(backend: Tokenizer, name: str) -> None:
             f"{largest:,}",
             f"at most {LARGEST_ID:,}",
         )
-        fix = "use the tokenizer of another checkpoint"
-        raise UserError(Problem(what, "model.name", name, found, expected, fix, code="tokenizer"))
+        fix, why = "name another checkpoint in model.name", "finetune keeps a table of all ids"
+        raise UserError(Problem(what, "model.name", name, found, expected, fix, why=why, code="tokenizer"))
     steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
     growth = prod(max(1, len(text)) for text in map(_inserted, steps))
     if growth > MOST_GROWTH:
@@ -83,11 +83,10 @@ def check(backend: Tokenizer, name: str) -> None:
 
 
 def _refused(what: str, name: str, found: str, expected: str) -> UserError:
-    fix = "use another model or tokenizer"
-    problem = Problem(
-        f"the tokenizer {what}", "model.name", name, found, expected, fix=fix, code="unsafe-file"
-    )
-    return UserError(problem)
+    fix = "download tokenizer.json again from the model's page, or name another model in model.name"
+    why = "such a tokenizer can fill the memory or never end"
+    what, key = f"the tokenizer {what}", "model.name"
+    return UserError(Problem(what, key, name, found, expected, fix=fix, why=why, code="unsafe-file"))
 
 
 def _state(part: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune.adapters import expert_targets
 from finetune.autoconfig import memory_estimate, optimizer_choice
-from finetune.autoconfig.batch_size import short_of_peak
+from finetune.autoconfig.batch_size import few_steps, short_of_peak
 from finetune.planning import dataset_estimate, step_time
 from finetune.recipe import adapter_types
 
@@ -42,7 +42,7 @@ def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
         said.append(f"the plan does not know the state of {optimizer}, and assumes the state of AdamW")
     if steps is None:
         said.append("the number of steps is not known before the data is prepared")
-    said += short_of_peak(train, steps) if steps is not None else []
+    said += [*short_of_peak(train, steps), *few_steps(train, steps)] if steps is not None else []
     if rows is None:
         why = "are streamed" if data.streaming else "are not on this machine"
         said.append(

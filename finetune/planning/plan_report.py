@@ -9,7 +9,7 @@ from finetune.core import progress
 from finetune.core.formatting import WARNING, amount, duration, figure
 from finetune.data import template_sandbox
 from finetune.hardware import gpus
-from finetune.planning import measured_rates, planned_machine, planner, suggestions
+from finetune.planning import measured_rates, plan_notes, planned_machine, planner, suggestions
 from finetune.preflight import model_checks
 from finetune.recipe import adapter_types
 
@@ -53,6 +53,15 @@ def run(
         found = suggestions.changes(recipe, overrides, made, rate, by)
     show(screen, recipe, made, found, requested.price)
     return made, found
+
+
+def next_command(now: Plan, found: list[Change]) -> list[str]:
+    """Return the next command and its overrides: train what fits, or plan the first change that fits."""
+    if now.refused:
+        return ["data"]
+    if now.fits:
+        return ["train"]
+    return ["plan", *found[0].overrides] if found else []
 
 
 def as_json(now: Plan, found: list[Change]) -> dict[str, Any]:
@@ -118,7 +127,7 @@ def headline(recipe: Recipe, now: Plan) -> str:
     text = (
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
     )
-    text += f"{now.peak:.1f} of {now.usable:.1f} GiB"
+    text += f"{_largest(recipe, now)} of {now.usable:.1f} GiB"
     if now.peak <= now.usable < now.needed:
         text += f", of which {now.kept_free:.1f} are reserved for NCCL and fragmentation"
     if now.machine.host_gib is not None and now.host * now.processes > now.machine.host_gib:
@@ -126,6 +135,14 @@ def headline(recipe: Recipe, now: Plan) -> str:
     if now.tokens_per_second:
         text += f"; {now.tokens_per_second:,.0f} tokens/s"
     return f"{text}; {duration(now.seconds)} of training" if now.seconds else text
+
+
+def _largest(recipe: Recipe, now: Plan) -> str:
+    """Return GiB of training, and of evaluation if it needs more."""
+    evaluated = sum(now.phases["evaluation"].values())
+    if not plan_notes.evaluates(recipe.data, recipe.eval) or round(evaluated, 1) <= round(now.peak, 1):
+        return f"{now.peak:.1f}"
+    return f"training {now.peak:.1f} and evaluation {evaluated:.1f}"
 
 
 def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ files are not clear, or an example fails, finetune loads the tokenizer, and the 
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ def check(recipe: Recipe) -> list[str]:
 def _audit(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int, ends: set[int], longest: int | None
 ) -> list[str]:
-    """Render and encode the first examples as training does. Return a note on examples that are too long."""
+    """Render and encode the first examples as training does. Return notes on steps and long examples."""
     from finetune.data import preparation
 
     settings, effective = recipe.eval, recipe.train.effective_batch_size
@@ -83,11 +84,16 @@ def _audit(
     token_limits.room_for_answer(prompt, longest, settings)
     if first.is_all_validation:
         text_limits.check_metric(settings, prompt)
-    if first.sequences is not None and first.sequences < effective:
-        raise UserError(batch_size.too_few(first.sequences, effective))
+    notes = []
+    if first.sequences is not None:
+        if first.sequences < effective:
+            raise UserError(batch_size.too_few(first.sequences, effective))
+        steps = math.ceil(first.sequences / effective) * (recipe.train.num_train_epochs or 3.0)
+        notes = batch_size.few_steps(recipe.train, math.ceil(steps))
     loss_weight_checks.check(recipe, first.train.report)
     audits = (first.train, first.validation)
-    return [note for audit in audits for kind, note in audit.report.noted() if kind == "too_long"]
+    long = [note for audit in audits for kind, note in audit.report.noted() if kind == "too_long"]
+    return [*notes, *long]
 
 
 def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:

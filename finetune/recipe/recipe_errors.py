@@ -12,7 +12,15 @@ from finetune.core.error_codes import SECRET_IN_RECIPE
 from finetune.core.errors import Problem, nearest
 from finetune.core.formatting import as_yaml, shortened
 from finetune.core.privacy import masked
-from finetune.recipe import adapter_keys, adapter_rules, command_line_overrides, qat_rules, train_rules
+from finetune.recipe import (
+    adapter_keys,
+    adapter_rules,
+    adapter_types,
+    build,
+    command_line_overrides,
+    qat_rules,
+    train_rules,
+)
 from finetune.recipe.renames import KEYS, RENAMED, current, current_value, meant, owner_of
 
 if TYPE_CHECKING:
@@ -46,6 +54,13 @@ _BOUNDS = {
     "less_than": ("<", "lt"),
 }
 
+_REQUIRED = {  # what to add, for a required key or section
+    "model": "model: {name: meta-llama/Llama-3.1-8B-Instruct}",
+    "model.name": "model: {name: meta-llama/Llama-3.1-8B-Instruct}",
+    "data": "data: {name: data/train.jsonl, validation_fraction: 0.02}",
+    "data.name": "data: {name: data/train.jsonl, validation_fraction: 0.02}",
+    "adapter": "adapter: {type: lora, r: 16}",
+}
 MOST_CHOICES = 5  # in one error
 _NOT_CONCATENATED = {  # key -> its value without an effect, and why it excludes concatenated examples
     "train.pad_to_multiple_of": (1, "each padding token would be an example of its own in the sequence"),
@@ -196,11 +211,14 @@ def _problem(
         return unknown_key(path, raw, where, known)
     if kind == "missing":
         fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{key}:`"
+        fix = _REQUIRED.get(key, fix)
         what = "the recipe lacks this required key" if len(path) > 1 else "the recipe lacks this section"
-        return Problem(what, key, place_of(path[:-1], where), fix=fix, code="missing-key")
+        why = "finetune has no default for it"
+        return Problem(what, key, place_of(path[:-1], where), fix=fix, why=why, code="missing-key")
     if broken := next((item for item in items if item["type"] == "value_error"), None):
         what = str(broken["ctx"]["error"])  # of a rule of ours
-        return Problem(what, key, place_of(path, where), show(value), code="value-type")
+        texts = {"expected": "a path that the system accepts", "fix": "name a shorter path"}
+        return Problem(what, key, place_of(path, where), show(value), code="value-type", **texts)
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
     what, code = ("out of range", "value-range") if kind in _BOUNDS else ("wrong type", "value-type")
@@ -210,7 +228,26 @@ def _problem(
     near = as_yaml(today) if today != value else meant(key, value, allowed)
     fix = f"{path[-1]}: {near}" if near and not path[-1].isdecimal() else near
     expected = "" if near else expected
+    fix = fix or (f"{path[-1]}: {usual}" if (usual := _usual_value(path, raw, items)) else "")
     return Problem(what, key, place_of(path, where), show(value), expected, fix, code=code)
+
+
+def _usual_value(path: tuple[str, ...], raw: dict[str, Any], items: list[Any]) -> str:
+    """Return a value in place of a wrong one: a share for a percentage, or finetune's default."""
+    value, bounds = items[0]["input"], [item["ctx"] for item in items if item["type"] in _BOUNDS]
+    is_share = any(bound.get("lt", bound.get("le")) == 1 for bound in bounds)
+    if is_share and isinstance(value, int) and 1 < value < 100:
+        return f"{value / 100:g}"
+    if len(path) != 2:
+        return ""
+    adapter = raw.get("adapter")
+    kind = str(adapter.get("type")) if isinstance(adapter, dict) else ""
+    kind = kind if kind in adapter_types.all_types() else ""
+    if path[0] == "adapter" and kind and path[1] in (own := adapter_types.find(kind).defaults):
+        return as_yaml(own[path[1]])
+    section = build.sections(kind).get(path[0])
+    default = section.model_fields[path[1]].default if section and path[1] in section.model_fields else None
+    return as_yaml(default) if isinstance(default, (bool, int, float, str)) else ""
 
 
 def unknown_key(path: tuple[str, ...], raw: dict[str, Any], where: Where, known: Known) -> Problem:

@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     from finetune.reporting.run_files import Run
 
 REPORT = Path(__file__).with_name("report.html.jinja")
-CHARTS = (  # key in metrics.jsonl, name, whether the axis starts at zero, caption
-    ("learning_rate", "learning rate", True, "maximum {most}, last step {last}"),
-    ("grad_norm", "gradient norm", False, "median {median}, maximum {most}"),
-    ("tokens_per_second", "tokens/s", True, "median {median} tokens/s"),
-    ("mfu", "model FLOPs utilization (MFU)", True, "median {median}"),
-    ("gpu_memory_gib", "GPU memory, GiB", True, "peak {most} GiB"),
-    ("host_memory_gib", "CPU memory, GiB", True, "peak {most} GiB"),
-    ("data_wait", "share of the time spent waiting for data", True, "median {median}"),
+CHARTS = (  # key in metrics.jsonl, name with unit, whether the axis starts at zero, caption
+    ("learning_rate", "learning rate", True, "Highest learning rate: {most}"),
+    ("grad_norm", "gradient norm (L2)", False, "Median gradient norm: {median}"),
+    ("tokens_per_second", "tokens/s", True, "Median speed: {median} tokens/s"),
+    ("mfu", "model FLOPs utilization (MFU), %", True, "Median MFU: {median}%"),
+    ("gpu_memory_gib", "GPU memory, GiB", True, "Peak GPU memory: {most} GiB"),
+    ("host_memory_gib", "CPU memory, GiB", True, "Peak CPU memory: {most} GiB"),
+    ("data_wait", "time spent waiting for data, % of a step", True, "Median wait: {median}% of a step"),
 )
+IN_PERCENT = ("mfu", "data_wait")
 
 
 def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdict]:
@@ -135,14 +136,14 @@ def summary(run: Run) -> str:
     return " ".join(said[:1]) + ", " + " ".join(said[1:]) + "." if said[1:] else said[0] + "."
 
 
-def headlines(run: Run) -> list[tuple[str, str]]:
-    """Return the few figures that are shown large, as (name, value)."""
+def headlines(run: Run) -> list[tuple[str, str, str]]:
+    """Return the few figures that are shown large, as (name, value, text below the value)."""
     found = scores.headlines(run.evaluation)
     if run.steps:
-        found.append(("training time", duration(seconds(run))))
+        found.append(("training time", duration(seconds(run)), ""))
     if run.run_checks:
         ok = sum(bool(check["passed"]) for check in run.run_checks)
-        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}"))
+        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", ""))
     return found
 
 
@@ -151,12 +152,12 @@ def charts(run: Run) -> Iterator[tuple[str, str]]:
     if run.steps:
         yield _loss_chart(run)
     for key, name, zero, said in CHARTS:
-        values = [step.get(key) for step in run.steps]
+        scale = 100 if key in IN_PERCENT else 1
+        values = [None if (found := step.get(key)) is None else scale * found for step in run.steps]
         known = sorted(_known(values))
         if len(known) > 2:  # two points form no curve, and metrics.jsonl holds them
-            as_text = percent if key in ("mfu", "data_wait") else figure
-            told = {"median": known[len(known) // 2], "most": known[-1], "last": _known(values)[-1]}
-            caption = said.format(**{what: as_text(value) for what, value in told.items()})
+            told = {"median": known[len(known) // 2], "most": known[-1]}
+            caption = said.format(**{what: figure(value) for what, value in told.items()})
             line = Curve(name, [step["step"] for step in run.steps], values)
             yield curves([line], name, zero=zero, alt=f"{name}: {caption}"), caption
 
@@ -167,7 +168,7 @@ def _loss_chart(run: Run) -> tuple[str, str]:
     lines = [Curve("each step", places, losses, "faint"), Curve("mean", places, smoothed(losses))]
     lines = lines if long else [Curve("training", places, losses)]
     drawn = [loss for loss in lines[-1].y if loss is not None and math.isfinite(loss)] or [math.nan]
-    caption, mark = f"training loss {figure(drawn[0])} \N{RIGHTWARDS ARROW} {figure(drawn[-1])}", None
+    caption, mark = f"Training loss: {figure(drawn[0])} \N{RIGHTWARDS ARROW} {figure(drawn[-1])}", None
     bad = sum(loss is None or not math.isfinite(loss) for loss in losses)
     caption += f"; the loss of {bad:,} steps is NaN or Inf" if bad else ""
     held = [(check["step"], check["eval_loss"]) for check in run.checks if check.get("eval_loss") is not None]
@@ -176,7 +177,7 @@ def _loss_chart(run: Run) -> tuple[str, str]:
         step, least = min(held, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)
         caption += f"; lowest validation loss {figure(least)} at step {step:,.0f}"
         mark = (step, f"best: step {step:,.0f}")
-    return curves(lines, "loss", mark=mark, alt=f"loss: {caption}"), caption
+    return curves(lines, "loss, nats per token", mark=mark, alt=f"loss: {caption}"), caption
 
 
 def _known(values: list[Any]) -> list[float]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core import formatting
-from finetune.core.formatting import figure, percent
+from finetune.core.formatting import figure, percent, points
 from finetune.evaluation import verdicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+ERROR = " \N{PLUS-MINUS SIGN} "  # stands before a standard error
 NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
 KINDS = {
     verdicts.BETTER: "good",
@@ -69,10 +70,15 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
     return Verdict("unknown", title, f"The run has no validation set.{learnt}", [])
 
 
-def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return validation loss and exact match, before and after fine-tuning."""
+def headlines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return validation loss and exact match, before and after fine-tuning, with the change below."""
     rows = [row for row in _held_out(found) if row.name != NAMES["ended"]]
-    return [(row.name, f"{row.base} \N{RIGHTWARDS ARROW} {row.tuned}") for row in rows]
+    large = []
+    for row in rows:
+        base, tuned = (side.partition(ERROR)[0] for side in (row.base, row.tuned))
+        change = f"change {row.change}, {row.interval}" if row.interval else ""
+        large.append((row.name, f"{base} \N{RIGHTWARDS ARROW} {tuned}", change))
+    return large
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
@@ -131,28 +137,25 @@ def _row(
     change: dict[str, Any] | None,
     note: str,
 ) -> Row:
-    text, by = (percent, points) if formatting.is_share(key, base, tuned) else (figure, figure)
+    text, by, unit = figure, figure, ""
+    if formatting.is_share(key, base, tuned):
+        text, by, unit = percent, points, " points"
 
     def side(scores: dict[str, Any]) -> str:
         error = scores.get(f"{key}_stderr")
         said = "-" if scores.get(key) is None else text(scores[key])
-        return f"{said} \N{PLUS-MINUS SIGN} {text(error)}" if error else said
+        return f"{said}{ERROR}{percent(error) if unit else figure(error, 2)}" if error else said
 
     if change:
-        interval = f"{signed(change['low'], by)} to {signed(change['high'], by)}"
-        value = signed(change["value"], by)
+        interval = f"95% CI {signed(change['low'], by)} to {signed(change['high'], by)}"
+        value = signed(change["value"], by) + unit
         word = verdicts.current_word(str(change.get("verdict", "")))
         return Row(name, side(base), side(tuned), value, interval, word, note)
     known = base.get(key) is not None and tuned.get(key) is not None
-    value = signed(tuned[key] - base[key], by) if known else ""
+    value = signed(tuned[key] - base[key], by) + unit if known else ""
     return Row(name, side(base), side(tuned), value, "", "", note)
 
 
 def signed(value: float, text: Callable[[float], str]) -> str:
     """Format a value with a plus or a typographic minus sign."""
     return ("+" if value >= 0 else "\N{MINUS SIGN}") + text(abs(value)) if math.isfinite(value) else "?"
-
-
-def points(value: float) -> str:
-    """Format a difference of two shares in percentage points."""
-    return f"{100 * value:.1f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune.autoconfig.batch_size import short_of_peak
+from finetune.autoconfig.batch_size import few_steps, short_of_peak
 from finetune.core import formatting
 from finetune.core.command_lines import command
 from finetune.core.formatting import is_share
@@ -59,8 +59,10 @@ def show_plan(
     of_validation = [f"validation set: {remark}" for remark in validation.remarks()]
     for notice in [*train.remarks(), *of_validation, *recipe.origin.notices, *notes]:
         screen.say(f"note: {notice}")
-    for line in [*adapter_types.advice(recipe), *short_of_peak(recipe.train, chosen["train.steps"][0])]:
-        screen.note(line)
+    train_keys, steps = recipe.train, chosen["train.steps"][0]
+    screen.note(
+        *adapter_types.advice(recipe), *short_of_peak(train_keys, steps), *few_steps(train_keys, steps)
+    )
     screen.say("")
 
 
@@ -123,8 +125,9 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
     found = scores["difference"].get(key)
     if found is None:
         return name, base, tuned, "", ""
-    low, value, high = (formatting.number(found[part], share=share) for part in ("low", "value", "high"))
-    return name, base, tuned, f"{value} ({low} to {high})", found.get("verdict", "")
+    text, unit = (formatting.points, " points") if share else (formatting.figure, "")
+    low, value, high = (text(found[part]) for part in ("low", "value", "high"))
+    return name, base, tuned, f"{value}{unit} ({low} to {high})", found.get("verdict", "")
 
 
 def show_next(screen: Console, folder: RunFolder) -> None:

@@ -16,7 +16,8 @@ from typing import IO, TYPE_CHECKING
 
 from finetune.core import safe_files, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.paths import can_be_path, why_not_makeable
+from finetune.core.formatting import listed
+from finetune.core.paths import can_be_path, free_name, why_not_makeable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,12 +33,14 @@ def check_free(output_dir: str | None) -> None:
     """Raise a UserError if the folder is not empty (exit 2)."""
     path = Path(output_dir or "")
     if not can_be_path(str(path)):
-        what, texts = "this name can't be a folder name", {"fix": "train.output_dir=runs/my-run"}
-        raise UserError(Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path"))
+        what, texts = "this name can't be a folder name", {"fix": "train.output_dir: runs/my-run"}
+        texts["why"] = "it is too long, has a NUL character, or is a link to itself"
+        problem = Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path")
+        raise UserError(problem)
     if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
         return
-    held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"
-    fix = "choose a new train.output_dir, or remove the key to get a folder with the date in its name"
+    held = listed(_entries(path)) if path.is_dir() else "a file"
+    fix = f"train.output_dir: {free_name(path)}, or remove the key to get a folder with the date in its name"
     if (path / LOCK).is_file() and not (path / LOCK).is_symlink():
         held += _user(path / LOCK)
     if any(path.glob("checkpoints/step-*")):
@@ -126,7 +129,7 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
         try:
             file = safe_files.open_append(path.parent, path.name)
         except OSError as error:
-            what, fix = f"finetune can't write to {path.parent}", "choose another train.output_dir"
+            what, fix = f"finetune can't write to {path.parent}", f"train.output_dir: runs/{path.parent.name}"
             problem = Problem(what, "train.output_dir", found=str(error.strerror), fix=fix, code="path")
             raise UserError(problem, code=Exit.ENVIRONMENT) from None
         try:
@@ -139,7 +142,8 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
                 standard_streams.say(f"note: {path.parent}: {said}", error=True)
                 return file, False
             file.close()
-            what, fix = "another run uses this folder", "choose a new train.output_dir, or wait for that run"
+            what = "another run uses this folder"
+            fix = f"train.output_dir: {free_name(path.parent)}, or wait for that run"
             why = f"a run has ended if the time of {path} is older than {SILENT:.0f} s" if unknown else ""
             texts = {"found": held, "fix": fix, "why": why, "code": "run-folder"}
             raise UserError(Problem(what, "train.output_dir", **texts)) from None
@@ -216,5 +220,8 @@ def make(path: str) -> None:
 
 
 def _not_makeable(path: str, reason: str) -> Problem:
-    what, fix = f"finetune can't create the folder {path}", "choose another train.output_dir"
+    what, fix = (
+        f"finetune can't create the folder {path}",
+        f"train.output_dir: runs/{Path(path).name or 'my'}",
+    )
     return Problem(what, "train.output_dir", found=reason, fix=fix, code="path")

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.folder_search import match_paths
-from finetune.core.paths import local_path
+from finetune.core.paths import local_path, similar_files
 from finetune.core.privacy import masked
 from finetune.core.visible_text import visible
 from finetune.hub import client
@@ -295,7 +295,13 @@ def _instead(run: RunFolder) -> str:
         return str(max(dated, key=lambda path: path.stat().st_mtime))
     if RunFolder(run.path.parent).finished:
         return str(run.path.parent)
-    return "name a run folder, or ORGANIZATION/NAME@REVISION for a run on the Hub"
+    inside = [path for path in sorted(run.path.glob("*/")) if RunFolder(path).finished]
+    if inside:
+        return str(max(inside, key=lambda path: path.stat().st_mtime))
+    near = similar_files(run.path)
+    if near and RunFolder(Path(near)).finished:
+        return near
+    return "name the train.output_dir of a finished run, or ORGANIZATION/NAME@REVISION for a run on the Hub"
 
 
 def open_run(path: str | Path) -> RunFolder:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from finetune.core.errors import Exit
+from finetune.core.formatting import precision
 from finetune.distributed import collectives, sharded_tensors, transformer_engine_layers
 from finetune.distributed.launch_environment import BACKENDS, said, zero_stage
 from finetune.quantization import four_bit, fp8_linear
@@ -33,7 +34,8 @@ def add_launch_checks(trainer: Trainer, launch: Launch, checks: RunChecks) -> No
     A callback checks the prepared model, before the first step.
     """
     accelerator, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
-    checks.add("precision", launch.precision, accelerator.mixed_precision, how, code=code)
+    planned, actual = precision(launch.precision), precision(accelerator.mixed_precision)
+    checks.add("precision", planned, actual, how, code=code)
     checks.add("processes", launch.processes, accelerator.num_processes, how, code=code)
     if launch.fp8 in BACKENDS:
         backend, handler = (

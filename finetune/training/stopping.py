@@ -76,7 +76,12 @@ class Stop:
         if collectives.given_up(hung):
             what = "this process hung in a step, and the other processes gave up"
             fix = "find the cause in the stack above, then resume with --resume"
-            launch_environment.report(str(Problem(what, fix=fix, code="launch-lost")), time.time() - hung)
+            texts = {
+                "found": f"no progress for {hung:.0f} s",
+                "why": "it waited for a process that has ended",
+            }
+            problem = Problem(what, fix=fix, code="launch-lost", **texts)
+            launch_environment.report(str(problem), time.time() - hung)
             os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills this process
         if os.environ.get("RANK", "0") == "0":
             first = "saving" if self.keeps else "exiting without a checkpoint"

@@ -24,9 +24,11 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import nan_detection
+from support import tables
 from support.faults import Fault, injected
 from support.faulty_runs import FEW, same
 from support.paths import MODEL, QUICKSTART, ROOT
+from support.printed_commands import assert_commands_run
 from support.runs import metrics
 
 
@@ -169,8 +171,9 @@ def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, mo
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8"]
     given += ["eval.generate=false", "eval.forgetting=false"]
-    assert main.main(["check", str(QUICKSTART), *given, "--rehearse"]) == 0
+    tables.assert_tables_fit(lambda: main.main(["check", str(QUICKSTART), *given, "--rehearse"]))
     said = capsys.readouterr().out
+    assert_commands_run(said)
     for phase in (
         "load",
         "resume: save, reopen, evaluate, generate",

@@ -22,6 +22,7 @@ from finetune.preflight import checker
 from finetune.profiling import profiler, recommendations, trace_analysis
 from finetune.recipe import loader, schema
 from finetune.training import pipeline, step_metrics
+from support import tables
 from support.json_fields import documented_fields
 from support.paths import QUICKSTART
 from support.profiles import GPU, SlowLoader
@@ -167,7 +168,8 @@ def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_
 
 def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys) -> None:
     given = [*small, f"model.name={two_layers}", "eval.forgetting=false", "train.effective_batch_size=2"]
-    assert main.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out"), "--json"]) == 0
+    words = ["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out"), "--json"]
+    tables.assert_tables_fit(lambda: main.main(words))
     out, text = capsys.readouterr()
     assert set(json.loads(out)["result"]) == documented_fields("profile")
     assert "verdict:" in text and "suggestion:" in text and "padding:" in text and "idle " in text

@@ -162,7 +162,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         "validation loss 1.9 to 0.3 on 300 rows",
         "lora (r 16) on tiny_llama/model, trained on 96 examples of train.jsonl for 4 steps",
         "Base model and fine-tuned model",
-        "−1.5 −1.6 to −1.4 ✓ better",  # noqa: RUF001 (a real minus)
+        "−1.5 (95% CI −1.6 to −1.4) ✓ better",  # noqa: RUF001 (a real minus)
         "arith: acc",
         "Forgetting check",
         "general_text: loss",
@@ -444,4 +444,16 @@ def test_caption_of_the_loss_curve_has_the_ends_of_the_curve(count: int, tmp_pat
     steps = [{"step": step + 1.0, "loss": loss} for step, loss in enumerate(losses)]
     run = run_files.Run(tmp_path, steps=steps)
     svg, caption = html_report._loss_chart(run)
-    assert caption == "training loss 4 \N{RIGHTWARDS ARROW} 1" and f"loss: {caption}" in svg
+    assert caption == "Training loss: 4 \N{RIGHTWARDS ARROW} 1" and f"loss: {caption}" in svg
+
+
+def test_each_figure_has_a_unit_or_none_to_have(folder: RunFolder) -> None:
+    """And the large figures have the interval of their change."""
+    units = {"GiB", "tokens/s", "% of a step", "%"}
+    without = {"learning rate", "gradient norm (L2)"}
+    names = [name for _, name, _, _ in html_report.CHARTS]
+    assert [name for name in names if name not in without and not name.endswith(tuple(units))] == []
+    page = page_of(folder)
+    assert "loss, nats per token" in page.said()
+    minus = "\N{MINUS SIGN}"
+    assert f"change {minus}1.5, 95% CI {minus}1.6 to {minus}1.4" in page.said()

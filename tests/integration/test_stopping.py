@@ -31,8 +31,9 @@ from finetune.recipe.schema import Train
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import saved_evaluation, stopping
-from support import two_ranks
+from support import tables, two_ranks
 from support.paths import DATA, QUICKSTART, ROOT
+from support.printed_commands import assert_commands_run
 from support.runs import metrics
 
 # A loader's worker that does not leave by itself, as one that waits for more to read
@@ -343,8 +344,9 @@ def test_a_proof_saves_in_the_middle_and_reaches_no_one() -> None:
 @pytest.mark.soak
 def test_the_proof_of_a_recipe(two_layers, small, capsys) -> None:
     words = [*small, f"model.name={two_layers}", "train.max_steps=20", "adapter.type=adalora"]
-    assert main.main(["check", str(QUICKSTART), *words, "--verify-resume"]) == 0
+    tables.assert_tables_fit(lambda: main.main(["check", str(QUICKSTART), *words, "--verify-resume"]))
     said = capsys.readouterr().out
+    assert_commands_run(said)
     assert (
         "verified: a resumed run of this recipe equals a run without a stop" in said
         and "train.max_steps=12" in said

@@ -7,6 +7,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+import pytest
+
 from finetune.cli import main
 from support import tables
 from support.paths import DATA, MODEL, QUICKSTART
@@ -38,6 +40,33 @@ def test_init_prints_a_command_that_runs(tmp_path, capsys) -> None:
     assert_commands_run(printed)
     assert main.main(["check", *shlex.split(commands_in(printed)[-1])[2:]]) == 0
     assert "max_length: 512 #" in Path(recipe).read_text(), "the model has 512 positions"
+
+
+@pytest.mark.parametrize("name, then", [("check", "data"), ("data", "plan"), ("plan", "train")])
+def test_next_line_of_a_command_on_a_recipe_runs(name, then, small, two_layers, capsys) -> None:
+    words = [str(QUICKSTART), *small, f"model.name={two_layers}"]
+    assert main.main([name, *words]) == 0
+    printed = capsys.readouterr().out
+    assert_commands_run(printed)
+    assert [shlex.split(command)[1:] for command in commands_in(printed)] == [[then, *words]]
+    assert printed.splitlines()[-1].startswith("next: ")
+    assert main.main([name, *words, "--json"]) == 0
+    assert "next: " not in "".join(capsys.readouterr())
+
+
+def test_next_line_of_a_plan_keeps_its_machine_and_its_launch(capsys) -> None:
+    """A plan that does not fit names a change that fits."""
+    given = ["--gpu", "l4", "--gpus", "2", "--accelerate", "ddp_2.yaml"]
+    assert main.main(["plan", str(QUICKSTART), *given]) == 0
+    assert commands_in(capsys.readouterr().out)[-1].endswith("--accelerate ddp_2.yaml")
+    big = ["data.max_length=512", "train.per_device_train_batch_size=1024", "train.effective_batch_size=1024"]
+    assert (
+        main.main(["plan", str(QUICKSTART), *big, "speed.activation_checkpointing=none", "--gpu", "l4"]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "does not fit" in printed
+    words = shlex.split(commands_in(printed)[-1])[1:]
+    assert words[0] == "plan" and words[-2:] == ["--gpu", "l4"] and len(words) > len(big) + 5
 
 
 def test_tables_of_a_finished_run_s_commands_fit_80_and_120_columns(trained, capsys) -> None:

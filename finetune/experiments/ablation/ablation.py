@@ -267,8 +267,12 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     measure(bench, "baseline", "baseline", "baseline", base)
     first = bench.of(base)[0]
     if first["failed"]:
-        what, fix = "the run of the baseline failed", "correct the cause; the log next to the run shows it"
+        what, fix = (
+            "the run of the baseline failed",
+            f"read {first['run']}.log, and run the same command again",
+        )
         texts = {"found": first["failed"], "fix": fix, "code": "experiment"}
+        texts["why"] = "finetune compares every optimization with the baseline"
         raise UserError(Problem(what, where=first["run"], **texts), code=Exit.TRAINING)
     here = bench.machine
     if here.name not in first["machine"]["hardware"]:

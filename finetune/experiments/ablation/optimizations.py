@@ -294,7 +294,8 @@ def _order_problems(file: AblationFile) -> list[Problem]:
                 fix = nearest(below, known) or "name an optimization that is earlier in the file"
                 what = f"`on` of the optimization {optimization.name} names no earlier optimization"
                 at = file.place(*here, "on", str(number))
-                problems.append(Problem(what, "", at, below, fix=fix, code="ablation-file"))
+                why = "an optimization can stand only on a measured one"
+                problems.append(Problem(what, "", at, below, fix=fix, why=why, code="ablation-file"))
         if optimization.name in known:
             at = file.place(*here, "name")
             what, fix = "two optimizations have the same name", "rename one of them"

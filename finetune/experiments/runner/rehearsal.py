@@ -105,7 +105,6 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
         f"the resumed run equals the run without a stop, bit for bit, in {len(parts)} parts",
         f"a checkpoint has {formatting.size(size)}; finetune keeps {kept if kept else 'all checkpoints'}",
         f"all phases work: train, kill, resume, evaluate, publish ({time.monotonic() - started:.0f} s)",
-        f"next: {command_lines.command('train', *command)}",
     )
 
 

@@ -441,5 +441,6 @@ def final(requested: SweepRequest) -> None:
         by = f" by {told[0]}" if told else ""
         raise Stopped(f"the final run was stopped{by}; to continue, run the same command again, or: {fix}")
     if code:
-        texts = {"found": f"exit code {code}", "fix": fix, "code": "experiment"}
-        raise UserError(Problem("the final run failed", where=str(folder), **texts), code=Exit.of(code))
+        texts = {"found": f"exit code {code}; its errors are printed above", "fix": fix, "code": "experiment"}
+        problem = Problem("the final run failed", where=str(folder), **texts)
+        raise UserError(problem, code=Exit.of(code))

@@ -54,6 +54,18 @@ def test_columns_of_a_csv_file_are_guessed_from_their_names(tmp_path, monkeypatc
     assert "wrote other.yaml" in (said := capsys.readouterr()).out and "output: ..." in said.err
 
 
+def test_note_on_few_optimizer_steps_says_what_to_change(tmp_path, capsys) -> None:
+    data, recipe = tmp_path / "few.jsonl", tmp_path / "recipe.yaml"
+    data.write_text("".join(json.dumps({"prompt": f"{n} a", "completion": "b"}) + "\n" for n in range(32)))
+    words = ["--model", str(MODEL), "--data", str(data), "--validation", "0.25", "--output", str(recipe)]
+    assert main.main(["init", *words]) == 0
+    what = "an epoch has 3 optimizer steps, often too few to learn; try num_train_epochs: 17"
+    assert f"note: train.num_train_epochs: {what}" in capsys.readouterr().out
+    for override in ("train.num_train_epochs=7", "train.max_steps=3"):
+        assert main.main(["check", str(recipe), override]) == 0
+        assert "optimizer steps" not in capsys.readouterr().out
+
+
 def test_terminal_asks_only_for_missing_answers(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     answers = f"\n{DATA / 'train.jsonl'}\n{DATA / 'test.jsonl'}\n\nmine.yaml\n"  # a model is asked for again

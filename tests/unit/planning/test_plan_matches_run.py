@@ -109,6 +109,10 @@ def test_evaluation_that_does_not_fit_is_in_the_first_line(large) -> None:
     assert ": fits, " in plan_report.headline(loaded, auto)
     none = loader.load(large, ["eval.batch_size=64", "eval.forgetting=false"])
     assert ": fits, " in plan_report.headline(none, made)  # nothing is evaluated
+    evaluated = sum(made.phases["evaluation"].values())
+    both = f"training {made.peak:.1f} and evaluation {evaluated:.1f} of {made.usable:.1f} GiB"
+    assert evaluated > made.peak and both in plan_report.headline(loaded, made)
+    assert f": fits, {made.peak:.1f} of {made.usable:.1f} GiB" in plan_report.headline(none, made)
 
 
 def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
@@ -145,7 +149,10 @@ def test_rows_whose_lengths_are_not_known_are_said(large) -> None:
 
 def test_a_warm_up_that_outlasts_the_run_is_said_by_a_plan_too(large) -> None:
     made = planned(large, "train.max_steps=30", "train.warmup_steps=1000")
-    assert "the learning rate never reaches its peak: 1,000 of 30 steps are warm-up" in made.notes
+    assert (
+        "the learning rate never reaches its peak: the warm-up takes 1,000 steps, and the run has 30"
+        in made.notes
+    )
     assert not any("peak" in note for note in planned(large, "train.warmup_steps=999").notes)
 
 
