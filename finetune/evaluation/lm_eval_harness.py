@@ -148,8 +148,9 @@ def _build_requests(task: Task, settings: Eval, tokenizer: PreTrainedTokenizerBa
 
 def _failure(error: Exception, tasks: str) -> UserError:
     said = str(error)[:300] or type(error).__name__
-    what, fix = f"lm-eval failed in {tasks}", "correct the values in the task file, or remove the task"
-    return UserError(Problem(what, "eval.tasks", found=said, fix=fix, code="eval-task"))
+    what, fix = f"lm-eval failed in {tasks}", "correct the values in the task file, or set eval.tasks: []"
+    why = "lm-eval raised this error; --debug shows where"
+    return UserError(Problem(what, "eval.tasks", found=said, fix=fix, why=why, code="eval-task"))
 
 
 def _text_of(where: str, requests: list[Any]) -> tuple[str, list[str], int, bool]:

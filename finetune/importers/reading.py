@@ -179,8 +179,9 @@ def _command_words(text: str, where: str) -> list[str]:
             words = shlex.split(line.strip(), comments=True)
         except ValueError as error:
             what = "the command line is not valid shell syntax"
-            fix = "correct the quotes of the command line"
-            raise UserError(Problem(what, where=where, found=str(error), fix=fix, code="import")) from error
+            fix = "close the quote in this line: " + shortened(line.strip(), 80)
+            texts = {"why": "a shell would not run it either", "code": "import"}
+            raise UserError(Problem(what, where=where, found=str(error), fix=fix, **texts)) from error
         for place, word in enumerate(words):
             before = words[:place]
             launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []

@@ -133,10 +133,9 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (LookupError, TypeError, AttributeError, RecursionError, StrictDataclassError) as error:
         what, found = "transformers can't read the model's files", f"{type(error).__name__}: {error}"[:300]
-        fix = "download the model again, or use another model"
-        raise UserError(
-            Problem(what, "model.name", model.name, found, fix=fix, code="model-files")
-        ) from error
+        texts = {"fix": untrusted_files.DOWNLOAD_AGAIN, "why": "a file is damaged, or from another version"}
+        problem = Problem(what, "model.name", model.name, found, code="model-files", **texts)
+        raise UserError(problem) from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
@@ -145,6 +144,7 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
             raise UserError(untrusted_files.only_pickles("model.name", model.name)) from error
         if local_path(model.name):
             what = "transformers can't load the model in this folder"
-            fix = "download the model again, or use another model"
-            raise UserError(Problem(what, "model.name", found=reason, fix=fix, code="model-files")) from error
+            texts = {"fix": untrusted_files.DOWNLOAD_AGAIN, "why": "a file is missing or damaged"}
+            problem = Problem(what, "model.name", found=reason, code="model-files", **texts)
+            raise UserError(problem) from error
         raise UserError(client.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error

@@ -197,7 +197,9 @@ def read(path: Path) -> AblationFile:
             "the ablation file has no list of optimizations",
             "a mapping with the key `optimizations`",
         )
-        texts = {"expected": expected, "fix": "see recipes/ablation.yaml for an example"}
+        fix = "optimizations: [{name: packing, kind: data, what: packed examples, set: {data.packing: true}}]"
+        texts = {"found": recipe_errors.show(document.value), "expected": expected, "fix": fix}
+        texts["why"] = "finetune measures each optimization of this list"
         wrong = document.problems or [Problem(what, where=str(path), **texts, code="ablation-file")]
         raise UserError(*wrong)
     try:

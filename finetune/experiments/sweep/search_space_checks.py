@@ -227,7 +227,7 @@ def _has(kind: str, key: str) -> bool:
 def _of_a_product(problem: Problem, value: object, times: str, recipe: Recipe) -> Problem:
     """Explain that the problematic value is a product of a drawn value and the recipe's own."""
     product = f"{problem.found} = {value} x {times} ({own_value(recipe, times)})"
-    fix = problem.fix or f"change {times}, or choose another search space with --space FILE"
+    fix = f"change {times}, or choose another search space with --space FILE"
     return dataclasses.replace(problem, found=product, fix=fix) if problem.found else problem
 
 
