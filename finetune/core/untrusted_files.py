@@ -252,6 +252,11 @@ def _are_places(value: object) -> bool:
     return all(type(one) is int for one in (value if isinstance(value, list) else [value]))
 
 
+def _are_tokens(value: object) -> bool:
+    lists = value.values() if isinstance(value, dict) else [value]
+    return all(isinstance(one, list) and _are_places(one) for one in lists)
+
+
 _NAMES, _PATTERN = (_are_names, "a list of names"), (_is_pattern, "a list of names, or a pattern")
 _USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # what PEFT writes into adapter_config.json
     **dict.fromkeys(("r", "lora_alpha"), (_is_number, "a number")),
@@ -259,6 +264,7 @@ _USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # what PEFT writes int
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern", "feedforward_modules"), _PATTERN),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), (lambda value: isinstance(value, dict), "an object")),
     "layers_to_transform": (_are_places, "a list of integers"),
+    "trainable_token_indices": (_are_tokens, "a list of token ids"),
 }
 
 

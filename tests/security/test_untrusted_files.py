@@ -114,6 +114,7 @@ def test_export_of_an_adapter_with_a_link_to_another_file_is_refused(
         ("layers_pattern", {"a": 1}),
         ("layers_to_transform", ["1"]),
         ("alpha_pattern", ["a"]),
+        *(("trainable_token_indices", value) for value in (10**30, "abc", ["a"], {"a": 1})),
         ("megatron_config", {}),
         ("base_model_name_or_path", -1),
     ],
