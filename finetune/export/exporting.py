@@ -106,8 +106,14 @@ def run(
         running = progress.part("running the fine-tuned model")
         if not merges:
             with running:
-                observe(reopen.reopen(folder, plain))
+                model = reopen.reopen(folder, plain)
+                observe(model)
             verify_merge.refuse_non_finite(expected[0].logits, folder)
+            if not has_adapter and kind == "bf16":  # full fine-tuning saves its weights in fp32
+                source, report["dtype"] = whole, "bfloat16"
+                merged_files.save(model.bfloat16(), tokenizer, whole)
+                serving_check.with_rounding(expected, model)
+            del model
         else:
             with running:
                 tuned, base, _ = verify_merge.trained(folder, plain, texts.rows, observe)

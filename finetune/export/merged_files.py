@@ -21,7 +21,7 @@ from finetune.quantization import qat
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.recipe.schema import Qat, Recipe
@@ -69,13 +69,18 @@ def write_merged(
         plain_base.retie(merged)
     changed = sum(before.get(name) != digest for name, digest in after.items())
     notes = generation_config.settle_generation(merged.generation_config, scoring.stop_ids(merged, tokenizer))
-    with writing(whole):
-        merged.save_pretrained(str(whole))
-        tokenizer.save_pretrained(str(whole))
+    save(merged, tokenizer, whole)
     del plain, adapted, merged
     clear_device_cache(garbage_collection=True)
     tensors = {"changed": changed, "all": len(after)}
     return {"merged_onto": setup.storage.value, "tensors": tensors, "notes": notes}
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, whole: Path) -> None:
+    """Save a model and its tokenizer as transformers does."""
+    with writing(whole):
+        model.save_pretrained(str(whole))
+        tokenizer.save_pretrained(str(whole))
 
 
 class Target(NamedTuple):

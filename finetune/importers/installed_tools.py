@@ -99,7 +99,11 @@ def _llamafactory(given: dict[str, Any], tokenizer: Any, limit: int) -> Callable
         turns = [{"role": turn["role"], "content": turn["content"]} for turn in example.messages or ()]
         system = turns.pop(0)["content"] if turns[0]["role"] == "system" else None
         tools = json.dumps(example.tools) if example.tools else None
-        ids, labels = processor._encode_data_example(turns[:-1], turns[-1:], system, tools, [], [], [])
-        return Tokens(ids, labels)
+        chat = {"_prompt": turns[:-1], "_response": turns[-1:], "_system": system, "_tools": tools}
+        media = dict.fromkeys(("_images", "_videos", "_audios"))
+        found = processor.preprocess_dataset({name: [value] for name, value in {**chat, **media}.items()})
+        if not found.get("input_ids"):
+            raise NotCompared("LLaMA-Factory drops this example")
+        return Tokens(found["input_ids"][0], found["labels"][0])
 
     return read

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from finetune.cli import main
 from finetune.core import packages
@@ -65,7 +66,6 @@ def test_export_of_an_adapter_to_gguf_has_the_update_of_each_weight(
     trained: Callable[..., RunFolder],
 ) -> None:
     import gguf
-    from safetensors.torch import load_file
 
     from finetune.export.gguf_families import in_pairs
 
@@ -127,6 +127,19 @@ def test_export_to_ollama_writes_a_modelfile(trained: Callable[..., RunFolder]) 
 def test_export_to_gguf_of_full_fine_tuning_needs_no_merge(trained: Callable[..., RunFolder]) -> None:
     report = export(trained("full"), "--to", "gguf")
     assert "against_tuned" not in report and report["serving_check"]["answers"]["agree"]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("f32", torch.float32)])
+def test_export_to_vllm_of_full_fine_tuning_has_the_named_dtype(
+    kind: str, dtype: torch.dtype, trained: Callable[..., RunFolder]
+) -> None:
+    """Full fine-tuning saves its weights in fp32."""
+    run = trained("full")
+    report = export(run, "--to", "vllm", "--quantize", kind)
+    assert report["quantize"] == kind and report["serving_check"]["answers"]["agree"]
+    folder = run.path / f"export-vllm-{kind}"
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
 def test_export_to_vllm_merges_and_prints_how_to_serve(
