@@ -279,6 +279,7 @@ def until_a_time(words: list[str]) -> None:
     runs([*words, "train.output_dir=timed", "--until=0.001s", "--resume"])
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_ranks_whose_clocks_differ_end_in_time_together(small, two_layers, tmp_path) -> None:
     said = two_ranks.run(until_a_time, short(small, two_layers), cwd=tmp_path)
@@ -434,6 +435,7 @@ def prepares_for_long() -> None:
         print("prepared:", training_data.prepare_in_turn(recipe, SimpleNamespace())[0])  # pyright: ignore[reportArgumentType]  (a stand-in)
 
 
+@pytest.mark.soak
 def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:
     said = two_ranks.run(prepares_for_long)
     assert said.count("prepared: 6") == said.count("prepared: 0") == 1, said

@@ -129,6 +129,7 @@ def test_a_repeat_without_held_out_rows_is_of_the_same_data(climbed: Climbed, sm
     assert measured_run.machine(run)["train files"] == expected
 
 
+@pytest.mark.soak
 def test_what_runs_on_gpus_are_forked_from_asks_for_none() -> None:
     """A process that has asked for a GPU, as some packages do while they are imported, can't be forked."""
     asks = "print([name for name in ('bitsandbytes', 'torchao', 'peft') if name in sys.modules])"

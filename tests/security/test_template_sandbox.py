@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,14 @@ def test_an_interrupt_between_question_and_answer_does_not_mix_up_the_next() -> 
 
     answer(PLAIN)
     old = signal.signal(signal.SIGUSR1, interrupt)
-    killer = subprocess.Popen(["sh", "-c", f"sleep 1; kill -USR1 {os.getpid()}"])
+    # To the main thread: a signal to the process may reach another thread, and would not end the wait
+    later = threading.Timer(1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+    later.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             answer(ENDLESS, ASKED * 100)  # a minute: the signal comes in between
     finally:
-        killer.wait()
+        later.join()
         signal.signal(signal.SIGUSR1, old)
     assert answer(PLAIN)[0].text == "Who came?"
 

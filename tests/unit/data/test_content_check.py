@@ -197,6 +197,7 @@ def test_nothing_is_missed_in_chats_that_bundled_templates_render_whole(name: st
         assert isinstance(found, encoding.Encoded), found
 
 
+@pytest.mark.soak
 def test_search_time_is_linear_in_the_number_of_turns() -> None:
     """The slow search of a chat with 4,000 turns, all of whose reasoning is left out, ends in a moment."""
     parts, text = [], ""

@@ -15,6 +15,7 @@ from finetune.quantization import four_bit
 from finetune.speed.fused_layers import Fused, unsupported_reason
 from finetune.speed.live_model_spec import decoder_layers
 from support.four_bit import in_four_bits
+from support.soak import soak_except
 
 
 def layer(
@@ -82,7 +83,7 @@ def adapted(**sizes: int) -> Any:
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).train()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", soak_except(["eager"], ["eager", "aot_eager"]))
 def test_no_weight_is_kept_for_backward(backend: str) -> None:
     """A compiler would keep what forward and backward both make: each weight, whole, of every layer."""
     model = adapted()
