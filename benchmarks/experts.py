@@ -334,8 +334,9 @@ def short_table(measured: dict[str, dict[str, Any]]) -> str:
     """Return the table of the README: finetune next to TRL and Unsloth, from one call on one GPU."""
     call = max(row["call"] for name, row in measured.items() if name.startswith("trl"))
     rows = {name.partition(",")[0]: row for name, row in measured.items() if row["call"] == call}
-    title = "six layers with the sizes of Qwen3-30B-A3B, LoRA on attention and experts"
-    lines = [f"| {title}, {rows['bf16']['gpu']} | tokens/s | peak GiB |", "|---|---|---|"]
+    title = "6 of the 48 layers of Qwen3-30B-A3B, LoRA on attention and experts"
+    head = f"{title}, {rows['bf16']['gpu']}, 16,384 tokens per step"
+    lines = [f"| {head} | tokens/s | peak GPU memory, GiB |", "|---|---|---|"]
     for name in ("bf16", "fp8", "nf4", "unsloth", "unsloth-nf4", "trl"):
         row = rows[name]
         lines.append(f"| {NAMES[name]} | {row['tokens_per_second']:,} | {row['peak_gib']:.1f} |")
