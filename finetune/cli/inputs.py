@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,8 +64,18 @@ def with_lines(problems: Iterable[Problem]) -> list[Problem]:
             if file not in texts:
                 texts[file] = _lines_of(Path(file))
             line = "".join(texts[file][int(number) - 1 : int(number)])
-        shown.append(dataclasses.replace(problem, line="" if privacy.names_a_secret(line) else line))
+        line = "" if privacy.names_a_secret(line) else line
+        shown.append(dataclasses.replace(problem, line=line, fix=_typed_fix(problem)))
     return shown
+
+
+def _typed_fix(problem: Problem) -> str:
+    """Return the fix of a problem. For an override, `type: lora` becomes `adapter.type=lora`."""
+    name = problem.key.rpartition(".")[2]
+    value = problem.fix.removeprefix(f"{name}: ")
+    is_value = value != problem.fix and " " not in value
+    is_override = problem.where.startswith("override ")
+    return shlex.quote(f"{problem.key}={value}") if is_value and is_override else problem.fix
 
 
 def _lines_of(path: Path) -> list[str]:

@@ -128,8 +128,10 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     common.add_argument("--json", action="store_true", help=text)
     top = argparse.ArgumentParser(
         prog="finetune",
-        description="Fine-tune a language model from one recipe.",
-        epilog="First steps: `finetune train quickstart`, then `finetune init` to write your own recipe.",
+        description="Fine-tune a language model from one recipe: a YAML file with model, data and training.",
+        epilog="First steps: `finetune train quickstart` trains a shipped recipe without a GPU. "
+        "`finetune init` writes your own recipe. Set a key with KEY=VALUE: `finetune train my.yaml "
+        "train.learning_rate=1e-4`. `finetune COMMAND --help` shows the options of a command.",
     )
     top.add_argument("--version", action="version", version=f"finetune {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)

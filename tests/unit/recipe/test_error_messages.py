@@ -109,10 +109,10 @@ def test_a_missing_recipe_names_the_nearest(capsys) -> None:
 @pytest.mark.parametrize(
     ("override", "meant"),
     [
-        ("adapter.type=lroa", "type: lora"),
-        ("adapter.type=droa", "type: dora"),
-        ("train.optim=adam", "optim: adamw_torch"),
-        ("train.lr_scheduler_type=cosin", "lr_scheduler_type: cosine"),
+        ("adapter.type=lroa", "adapter.type=lora"),
+        ("adapter.type=droa", "adapter.type=dora"),
+        ("train.optim=adam", "train.optim=adamw_torch"),
+        ("train.lr_scheduler_type=cosin", "train.lr_scheduler_type=cosine"),
         ("train.learning_raet=1e-4", "rename it to `learning_rate`"),
     ],
 )
