@@ -104,7 +104,7 @@ def test_a_mistyped_folder_is_told_from_a_hub_id(
         assert "the Hub has no such" in said and "found:     no local folder of this name" in said
         assert f"help:      use the local folder {near}, or check the name" in said
     assert main.main(["check", *given, "adapter.init_from=./runs/frist"]) == 2
-    assert "help:      init_from: runs/first" in capsys.readouterr().err
+    assert "help:      adapter.init_from=runs/first" in capsys.readouterr().err
 
 
 class Moving(Repo):

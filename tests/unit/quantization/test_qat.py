@@ -185,7 +185,7 @@ def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
     [
         (
             ["speed.qat.config=IntxWeightOnlyConfg"],
-            ["no config with this name", "help:      config: IntxWeightOnlyConfig"],
+            ["no config with this name", "help:      speed.qat.config=IntxWeightOnlyConfig"],
         ),
         (["speed.qat.config=Int4WeightOnly"], ["only for NVIDIA GPUs", " or IntxWeightOnlyConfig"]),
         (["speed.qat.config=Int8WeightOnlyConfig"], ["no quantization-aware training for this config"]),
@@ -193,12 +193,12 @@ def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
         (["speed.qat={config: IntxWeightOnly, granularity: 32}"], ["PerGroup(32)"]),
         (
             ["speed.qat={config: IntxWeightOnly, weight_dtype: int3}"],
-            ["speed.qat.weight_dtype", "help:      weight_dtype: int"],
+            ["speed.qat.weight_dtype", "help:      speed.qat.weight_dtype=int"],
         ),
         (["speed.qat={}"], ["speed.qat.config: the recipe lacks this required key"]),
         (
             [INTX, "adapter.type=qlora"],
-            ["adapter.type", "excludes a quantized base model", "help:      type: lora"],
+            ["adapter.type", "excludes a quantized base model", "help:      adapter.type=lora"],
         ),
         (
             [INTX, "model.quantization=torchao_int8"],

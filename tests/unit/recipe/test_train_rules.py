@@ -45,7 +45,7 @@ MIN_LR = "train.lr_scheduler_type=cosine_with_min_lr"
         ([MIN_LR, f"{KWARGS}={{min_lr: .nan}}"], "found: .nan expected: a finite number"),
         ([MIN_LR, f"{KWARGS}={{min_lr_rate: -0.5}}"], "found: -0.5 expected: a value >= 0"),
         ([MIN_LR, f"{KWARGS}={{min_lr: -1e-5}}"], "found: -1e-05 expected: a value >= 0"),
-        ([MIN_LR, f"{KWARGS}={{min_lr: {10**310}}}"], "help: min_lr: 0.0004"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: {10**310}}}"], "help: train.lr_scheduler_kwargs.min_lr=0.0004"),
         (["train.lr_scheduler_type=cosine", f"{KWARGS}={{num_cycles: .nan}}"], "found: .nan expected"),
         (["train.lr_scheduler_type=polynomial", f"{KWARGS}={{lr_end: 0.005}}"], "expected: a value < 0.004"),
         ([f"{KWARGS}=abc"], "a string in place of a mapping"),
