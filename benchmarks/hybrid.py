@@ -37,13 +37,6 @@ ROWS = {
     "trl": gpu.Row(),
     "trl+liger": gpu.Row(),
 }
-NAMES = {
-    "lora": "finetune, compiled",
-    "lora-eager": "finetune, not compiled",
-    "lora-packed": "finetune, compiled, packed documents",
-    "trl": "TRL + PEFT",
-    "trl+liger": "TRL + PEFT + Liger kernels",
-}
 
 
 def write(folder: Path, layers: int) -> None:
@@ -85,20 +78,6 @@ def peer(job: gpu.Job) -> dict[str, Any]:
 
     seconds, loss, peak, attention = gpu_peers.train(job, TARGETS)
     return gpu.result(job, seconds, loss, peak, attention=f"{attention} (as set)")
-
-
-def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Return the table of docs/reference/benchmarks.md."""
-    lines = [
-        "| | tokens/s | step, s | peak GiB | last loss | GPU, torch, date |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in measured.items():
-        where = f"{row['gpu']}, {row['torch'].partition('+')[0]}, {row['date']}"
-        cells = [NAMES[name], f"{row['tokens_per_second']:,.0f}", f"{row['step_seconds']:.3f}"]
-        cells += [f"{row['peak_gib']:.1f}", f"{row['loss']:.3f}", where]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

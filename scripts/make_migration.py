@@ -74,12 +74,16 @@ difference, it prints the number of examples:
 
 - TRL is installed with finetune, so TRL itself prepares the batch.
 - If axolotl or LLaMA-Factory is installed in the same environment, its own code prepares the batch.
-- Otherwise, finetune has its own small implementation of their prompt formats: axolotl's `chat_template`, `alpaca` and
-  `completion`, and LLaMA-Factory's templates {templates}. Other formats and chats with tools are `not compared`.
+- Otherwise, finetune uses its own small implementation of their prompt formats. For axolotl, these are `chat_template`, `alpaca` and
+  `completion`. For LLaMA-Factory, these are the templates {templates}. Other formats and chats with tools are `not compared`.
 
-Three differences are typical. LLaMA-Factory trains on a line break after the end of a turn. axolotl trains on the end of a turn only
-if it is the EOS token or one of `eot_tokens`, and has its own prompt for alpaca data. To train on the tool's prompt, set
-`data.chat_template` to a Jinja file.
+Three differences are typical:
+
+- LLaMA-Factory trains on a line break after the end of a turn.
+- axolotl trains on the end of a turn only if this token is the EOS token or one of `eot_tokens`.
+- axolotl has its own prompt for alpaca data.
+
+To train on the tool's prompt, set `data.chat_template` to a Jinja file.
 
 Chat templates keep their name only if finetune has a template that renders the same text. For the other names, finetune uses the
 tokenizer's own template, and the list says so.

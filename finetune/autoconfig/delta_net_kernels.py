@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,8 @@ def check(config: ModelConfig, hardware: Hardware) -> None:
     """
     if hardware.capability[0] != HOPPER or not uses_package(config) or packages.installed("tilelang"):
         return
-    triton = importlib.metadata.version("triton")
-    if not FIRST_WRONG <= Version(triton) < FIRST_RIGHT:
+    triton = _triton_version()
+    if triton is None or not FIRST_WRONG <= Version(triton) < FIRST_RIGHT:
         return
     family = config.get_text_config().model_type
     raise UserError(
@@ -50,3 +51,11 @@ def check(config: ModelConfig, hardware: Hardware) -> None:
         ),
         code=Exit.ENVIRONMENT,
     )
+
+
+def _triton_version() -> str | None:
+    """Return the version of Triton, which nightly builds of torch install under another name."""
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None

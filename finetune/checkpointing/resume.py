@@ -182,7 +182,7 @@ def begin(
 def forget(folder: RunFolder, screen: Console) -> None:
     """Remove files of an earlier start, perhaps with another recipe, that this run would take for its own.
 
-    `is_finished` has checked that the folder belongs to finetune.
+    `check_folder` has checked that the folder belongs to finetune.
     """
     for path in (folder.file(run_folder.HELD_OUT), folder.adapter, folder.model):
         if path.exists():

@@ -41,6 +41,13 @@ def test_hopper_with_a_wrong_triton_is_refused(
     assert error.value.code == Exit.ENVIRONMENT
 
 
+def test_a_gpu_build_without_triton_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "3.6.0", "fla")
+    (tmp_path / "triton-3.6.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: other\n")
+    (tmp_path / "triton-3.6.0.dist-info").rename(tmp_path / "other-3.6.0.dist-info")
+    delta_net_kernels.check(config_of("qwen3_5_text"), gpu(9))
+
+
 @pytest.mark.parametrize(
     ("triton", "modules", "major", "config"),
     [
