@@ -24,7 +24,7 @@ ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def ablate(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each optimization on a recipe, alone and on top of the optimizations that helped."""
+    """Measure what each optimization gains on a recipe."""
     with located(load(options)):
         from finetune.experiments.ablation import ablation, optimizations
 

@@ -34,7 +34,7 @@ CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def chat(options: argparse.Namespace) -> dict[str, Any]:
-    """Chat with a run's base model and fine-tuned model side by side."""
+    """Chat with the base model and the fine-tuned model side by side."""
     from rich.console import Console
 
     from finetune.core.console import quieten_libraries

@@ -54,7 +54,7 @@ def _decided(recipe: Recipe) -> list[str]:
 
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
-    """Check a recipe, its files, its module names and the first examples of its data."""
+    """Find mistakes in a recipe and in its first examples. Trains nothing."""
     from finetune.data import template_sandbox
 
     template_sandbox.start()  # it starts during the imports and the other checks

@@ -33,7 +33,7 @@ DATA: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def data(options: argparse.Namespace) -> dict[str, Any]:
-    """Show the training data token by token, with the tokens that contribute to the loss."""
+    """Show examples token by token, and which tokens are trained on."""
     from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker

@@ -17,7 +17,7 @@ MEASURE: tuple[str, dict[str, Any]] = (
 
 
 def doctor(options: argparse.Namespace) -> dict[str, Any]:
-    """List installed packages, hardware features, and each optimization with its state and reason."""
+    """Show packages, hardware, and which optimizations work here."""
     from finetune.cli import doctor_report
 
     recipe = load(options) if options.recipe else None

@@ -30,7 +30,7 @@ EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare a run's base and fine-tuned model on the validation set, general text and tasks."""
+    """Evaluate the base model and the fine-tuned model of a run."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.evaluation import tasks
     from finetune.launch import launcher

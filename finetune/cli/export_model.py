@@ -18,7 +18,16 @@ SOURCE = (
     },
 )
 EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--to", {"choices": TARGETS, "required": True, "help": "the program that will serve the model"}),
+    (
+        "--to",
+        {
+            "choices": TARGETS,
+            "metavar": "SERVER",
+            "required": True,
+            "help": "what will serve the model: gguf (llama.cpp), ollama, vllm, mlx or "
+            "compressed-tensors (vLLM)",
+        },
+    ),
     (
         "--quantize",
         {
@@ -41,7 +50,7 @@ EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def export_model(options: argparse.Namespace) -> dict[str, Any]:
-    """Export a run or an adapter for llama.cpp and other servers, and check that its answers are the same."""
+    """Export the model for llama.cpp, Ollama, vLLM or MLX."""
     from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
 

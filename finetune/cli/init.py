@@ -28,7 +28,7 @@ INIT: tuple[tuple[str, dict[str, Any]], ...] = tuple(
 
 
 def init(options: argparse.Namespace) -> dict[str, Any]:
-    """Write a new recipe: answer five questions, or give the answers as options."""
+    """Write a recipe from your answers to five questions, or from options."""
     given = _answers(options)
     from finetune.preflight import checker
     from finetune.recipe import adapter_types, loader, new_recipe

@@ -18,6 +18,7 @@ from finetune.cli import (
     arguments,
     chat,
     check,
+    command_parser,
     compare,
     data,
     doctor,
@@ -38,18 +39,22 @@ from finetune.cli import (
     train,
 )
 from finetune.core import errors, import_paths, privacy, standard_streams
-from finetune.core.errors import Exit, Stopped, UserError, nearest, panics_as_errors
-from finetune.core.privacy import masked
-from finetune.core.visible_text import visible
+from finetune.core.command_lines import command
+from finetune.core.errors import Exit, Problem, Stopped, UserError, nearest, panics_as_errors
 from finetune.distributed import launch_environment
 from finetune.recipe import renames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from finetune.core.errors import Problem
-
 RANK_0_FIRST = 3  # seconds
+DESCRIPTION = "Fine-tune a language model. A recipe is a YAML file: model, data and training."
+FIRST_STEPS = """\
+First steps:
+  finetune train quickstart                         train a small model, no GPU
+  finetune init                                     write your own recipe
+  finetune train my.yaml train.learning_rate=1e-4   change a key of a recipe
+  finetune COMMAND --help                           options of a command"""
 VERSION = sys.modules["finetune"].__version__  # import-linter forbids an import of the package here
 
 
@@ -60,14 +65,23 @@ def main(given: Sequence[str] | None = None) -> int:
         import_paths.leave_working_directory()
         sys.excepthook = privacy.excepthook
         standard_streams.allow_closing()
-    options = parse(given)
+    words = list(sys.argv[1:] if given is None else given)
+    try:
+        options = parse(words)
+    except UserError as error:
+        return finished(" ".join(words[:1]), failed(error), as_json="--json" in words)
+    own = arguments.command_name(options.command)
     if not options.json:
         return guarded(options.command, options).code
     with contextlib.redirect_stdout(sys.stderr):
         outcome = guarded(options.command, options)
-    if os.environ.get("RANK", "0") == "0":
-        own = arguments.command_name(options.command)
-        standard_streams.say(json_output.render(own, outcome.code, outcome.result, outcome.problems))
+    return finished(own, outcome, as_json=True)
+
+
+def finished(command: str, outcome: Outcome, *, as_json: bool) -> int:
+    """Return the exit code of a command. With `--json`, rank 0 prints the result."""
+    if as_json and os.environ.get("RANK", "0") == "0":
+        standard_streams.say(json_output.render(command, outcome.code, outcome.result, outcome.problems))
     return outcome.code
 
 
@@ -119,31 +133,34 @@ def failed(error: UserError) -> Outcome:
 
 
 @functools.cache
-def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def parser() -> tuple[command_parser.CommandParser, dict[str, command_parser.CommandParser]]:
     """Return the parser of the command line, and the parser of each command. A test compares its output."""
-    common = argparse.ArgumentParser(add_help=False)
+    common = command_parser.CommandParser(add_help=False)
     common.add_argument("--quiet", action="store_true", help="print only errors")
     common.add_argument("--debug", action="store_true", help="print tracebacks of errors")
     text = "print one JSON object on standard output, and all other text on standard error"
     common.add_argument("--json", action="store_true", help=text)
-    top = argparse.ArgumentParser(
+    top = command_parser.CommandParser(
         prog="finetune",
-        description="Fine-tune a language model from one recipe: a YAML file with model, data and training.",
-        epilog="First steps: `finetune train quickstart` trains a shipped recipe without a GPU. "
-        "`finetune init` writes your own recipe. Set a key with KEY=VALUE: `finetune train my.yaml "
-        "train.learning_rate=1e-4`. `finetune COMMAND --help` shows the options of a command.",
+        usage="finetune COMMAND [...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=FIRST_STEPS,
     )
-    top.add_argument("--version", action="version", version=f"finetune {VERSION}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    top.add_argument("--version", action="version", version=f"finetune {VERSION}", help="print the version")
+    commands = top.add_subparsers(
+        prog="finetune", help=argparse.SUPPRESS, required=True
+    )  # the description lists them
+    described: dict[str, str] = {}
 
     def add(function: Callable[..., Any], *its: tuple[str, dict[str, Any]]) -> None:
         text = (function.__doc__ or "").strip()
         own = arguments.command_name(function)
-        command = commands.add_parser(own, help=text, description=text, parents=[common])
+        described[own] = text
+        one = commands.add_parser(own, help=text, description=text, parents=[common])
         for name, settings in its:
-            made = command.add_argument(name, **settings)
+            made = one.add_argument(name, **settings)
             made.required = made.required and settings.get("nargs") != "*"  # argparse would require a value
-        command.set_defaults(command=function)
+        one.set_defaults(command=function)
 
     add(train.train, arguments.RECIPE, arguments.OVERRIDES, *train.TRAIN)
     add(check.check, arguments.RECIPE, arguments.OVERRIDES, *check.CHECK)
@@ -168,28 +185,31 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add(recipes.recipes, *recipes.RECIPES)
     add(explain.explain, *explain.EXPLAIN)
     add(doctor.doctor, arguments.MAYBE_RECIPE, arguments.OVERRIDES, doctor.MEASURE)
+    top.description = f"{DESCRIPTION}\n\n{command_parser.grouped(described)}".rstrip()
     return top, commands.choices
 
 
-def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. Overrides may follow options, although argparse ends the list at an option."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. Overrides may follow options, although argparse ends the list at an option.
+
+    Raises:
+        UserError: the command line has a mistake.
+    """
     top, commands = parser()
-    words = list(sys.argv[1:] if given is None else given)
+    words, code = list(words), "command-line"
     if not words:
-        top.error("name a command; `finetune --help` lists them")
-    if not words[0].startswith("-") and words[0] not in commands:
+        raise UserError(Problem("the command is missing", fix=command("--help"), code=code))
+    if words[0] not in {*commands, "-h", "--help", "--version"}:
         meant = renames.COMMANDS.get(words[0]) or nearest(words[0], commands)
-        top.error(
-            f"no command {words[0]!r}; {f'try {meant}' if meant else 'there are ' + ', '.join(commands)}"
+        what, fix = (
+            f"there is no command `{words[0]}`",
+            command(*([meant, *words[1:]] if meant else ["--help"])),
         )
+        raise UserError(Problem(what, fix=fix, code=code))
     options, extra = top.parse_known_args(arguments.in_order(words))
-    if extra and not (
-        hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
-    ):
-        given = [word.partition("=")[0] for word in extra]
-        renamed = [f"{old} is {new} now" for old, new in renames.OPTIONS.items() if old in given]
-        what = "; ".join([f"unrecognized arguments: {' '.join(extra)}", *renamed])
-        (commands.get(words[0]) or top).error(visible(masked(what)))
+    overrides = hasattr(options, "overrides")
+    if wrong := [word for word in extra if not overrides or "=" not in word or word.startswith("-")]:
+        raise UserError(commands[words[0]].unknown(wrong[0]))
     if extra:
         options.overrides = [*options.overrides, *extra]  # not the default of the next parse
     return options

@@ -37,7 +37,7 @@ MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def merge(options: argparse.Namespace) -> dict[str, Any]:
-    """Merge a run's adapter into its base model, verify the result, and quantize it if asked."""
+    """Merge the adapter into the base model. Quantize it if you ask."""
     from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
 

@@ -38,7 +38,7 @@ PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
-    """Estimate memory, time and cost of a recipe before a weight is loaded, and suggest changes."""
+    """Estimate memory, time and cost. Loads no weights."""
     from finetune.core.console import Console
     from finetune.planning import plan_report, planned_machine
 

@@ -16,7 +16,7 @@ TRACED: tuple[str, dict[str, Any]] = (
 
 
 def profile(options: argparse.Namespace) -> dict[str, Any]:
-    """Trace one step of a recipe, show where the time goes, and suggest a change."""
+    """Trace one training step, and show where the time goes."""
     from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker

@@ -26,7 +26,7 @@ PUBLISH: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def publish(options: argparse.Namespace) -> dict[str, Any]:
-    """Publish the weights, model card and results of a run to the Hub (private by default)."""
+    """Upload the weights and results to the Hub (private by default)."""
     from finetune.core.console import Console
     from finetune.export import publishing
 

@@ -17,7 +17,7 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def recipes(options: argparse.Namespace) -> dict[str, Any]:
-    """List the shipped recipes, print a recipe, or copy a recipe to change it."""
+    """List the shipped recipes. Print or copy one."""
     from finetune.core import paths, shipped_files
     from finetune.core.console import Console
 

@@ -117,7 +117,7 @@ SWEEP: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def sweep(options: argparse.Namespace) -> dict[str, Any]:
-    """Search values of recipe keys with Optuna. Each trial runs in its own process; poor trials end early."""
+    """Search the best values of recipe keys with Optuna."""
 
     with located(load(options)):
         return run(options)

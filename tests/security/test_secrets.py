@@ -377,11 +377,10 @@ def test_publish_refuses_a_secret_of_nobody_here(kind: str, place: str, hub: Hub
 def test_command_line_with_a_secret_is_printed_masked(monkeypatch, capsys) -> None:
     words = ["accelerate", "launch", "-m", "finetune", "train", f"train.run_name={SHAPES['gitlab']}"]
     standard_streams.say(shlex.join(words), "storage postgresql://me:canary-pw@db/x")
-    with pytest.raises(SystemExit):
-        main.main(["check", "a.yaml", f"--{SHAPES['hub']}"])
+    assert main.main(["check", "a.yaml", f"--{SHAPES['hub']}"]) == 2
     said = capsys.readouterr()
     assert SHAPES["gitlab"][-8:] not in said.out and "canary-pw" not in said.out
-    assert SHAPES["hub"] not in said.err and "unrecognized arguments" in said.err
+    assert SHAPES["hub"] not in said.err and "has no option" in said.err
 
 
 def test_folder_with_the_name_of_a_secret_is_masked_in_reports(

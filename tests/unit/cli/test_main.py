@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -97,9 +98,7 @@ def test_overrides_may_follow_options() -> None:
 
 @pytest.mark.parametrize("command", [["train"], ["nothing"], ["evaluate"], ["check", "a", "--fast"]])
 def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main.main(command)
-    assert raised.value.code == 2
+    assert main.main(command) == 2
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_tasks_may_stand_before_the_run(words, run, tasks, tmp_path, monkeypatch
     (tmp_path / "RUN").mkdir()
     options = main.parse(["evaluate", *words])
     assert (options.run, options.tasks) == (run, tasks)
-    with pytest.raises(SystemExit):
+    with pytest.raises(errors.UserError):
         main.parse(["evaluate", "--tasks", "a", "my/b.yaml"])
 
 
@@ -277,22 +276,109 @@ def test_doctor_has_a_row_for_each_optimization(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "said", "found", "expected"),
     [
-        (["plan", "--gpus", "0"], "--gpus: '0', expected an integer from 1"),
-        (["sweep", "--trials", "many"], "--trials: 'many', expected an integer from 1"),
-        (["plan", "--price-per-hour", "nan"], "--price-per-hour: 'nan', expected a number from 0 up"),
-        (["data", "--show", "-1"], "--show: '-1', expected an integer from 0"),
-        (["compare", "--budget", "1.2.3h"], "--budget: '1.2.3h', expected a time: 90s"),
-        (["train", "--until", "25:99"], "--until: '25:99', expected a step (500), or a time"),
-        (["train", "--resume=best"], "--resume: 'best', expected auto, or a checkpoint's name"),
+        (["plan", "--gpus", "0"], "--gpus: this value is not valid", "0", "an integer from 1"),
+        (["sweep", "--trials", "many"], "--trials: this value is not valid", "many", "an integer from 1"),
+        (
+            ["plan", "--price-per-hour", "nan"],
+            "--price-per-hour: this value is not valid",
+            "nan",
+            "a number from 0 up",
+        ),
+        (["data", "--show", "-1"], "--show: this value is not valid", "-1", "an integer from 0"),
+        (["compare", "--budget", "1.2.3h"], "--budget: this value is not valid", "1.2.3h", "a time: 90s"),
+        (
+            ["train", "--until", "25:99"],
+            "--until: this value is not valid",
+            "25:99",
+            "a step (500), or a time",
+        ),
+        (
+            ["train", "--resume=best"],
+            "--resume: this value is not valid",
+            "best",
+            "auto, or a checkpoint's name",
+        ),
     ],
 )
-def test_a_wrong_value_is_said_in_words(words: list[str], said: str, capsys) -> None:
-    """Not by the name of a function."""
-    with pytest.raises(SystemExit) as raised:
-        main.main([words[0], "recipe.yaml", *words[1:]])
-    assert raised.value.code == 2 and said in capsys.readouterr().err
+def test_option_with_a_wrong_value_is_an_error_with_found_and_expected(
+    words: list[str], said: str, found: str, expected: str, capsys
+) -> None:
+    assert main.main([words[0], "recipe.yaml", *words[1:]]) == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == f"error: {said} [command-line]"
+    assert lines[0] == f"  found:     {found}" and lines[1].startswith(f"  expected:  {expected}")
+    assert lines[2] == f"  help:      finetune {words[0]} --help"
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (
+            ["export", "RUN", "--to", "ggf"],
+            [
+                "error: --to: unknown value [command-line]",
+                "  found:     ggf",
+                "  expected:  gguf, ollama, vllm, mlx, compressed-tensors",
+                "  help:      --to gguf",
+            ],
+        ),
+        (
+            ["export", "RUN"],
+            [
+                "error: `finetune export` needs --to [command-line]",
+                "  expected:  finetune export RUN|ADAPTER --to SERVER",
+                "  help:      finetune export --help",
+            ],
+        ),
+        (
+            ["plan", "a.yaml", "--gpu"],
+            [
+                "error: --gpu: the value is missing [command-line]",
+                "  expected:  --gpu NAME",
+                "  help:      finetune plan --help",
+            ],
+        ),
+        (
+            ["check", "a.yaml", "--quiet=3"],
+            [
+                "error: --quiet: this option takes no value [command-line]",
+                "  found:     3",
+                "  help:      --quiet",
+            ],
+        ),
+        (
+            ["report", "RUN", "b"],
+            [
+                "error: this word is not expected here [command-line]",
+                "  found:     b",
+                "  help:      finetune report --help",
+            ],
+        ),
+        ([], ["error: the command is missing [command-line]", "  help:      finetune --help"]),
+    ],
+)
+def test_wrong_command_line_looks_like_every_error(words: list[str], lines: list[str], capsys) -> None:
+    assert main.main(words) == 2
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_wrong_command_line_with_json_prints_an_object(capsys) -> None:
+    assert main.main(["check", "quickstart", "--fst", "--json"]) == 2
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["command"] == "check" and printed["exit_code"] == 2 and printed["result"] is None
+    assert printed["problems"][0]["what"] == "`finetune check` has no option `--fst`"
+
+
+def test_help_lists_every_command_once_in_a_screen_of_80_columns(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 42 and max(map(len, lines)) <= 80
+    start, end = lines.index("Start:"), lines.index("First steps:")
+    listed = [line.split()[0] for line in lines[start:end] if line.startswith("  ") and "--" not in line]
+    assert sorted(listed) == sorted(main.parser()[1])
 
 
 def test_a_full_disk_is_one_message(capsys) -> None:
@@ -349,21 +435,32 @@ def test_guarded_exception_for_lack_of_memory_is_no_bug(error: Exception, capsys
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["trian", "x.yaml"], "no command 'trian'; try train"),
-        (["tune", "x.yaml"], "no command 'tune'; try sweep"),
-        (["check", "x.yaml", "--preflight"], "--preflight is --rehearse now"),
-        (["ablate", "x.yaml", "--ladder", "a"], "--ladder is --optimizations now"),
-        (["ablate", "x.yaml", "--ladder=a"], "--ladder is --optimizations now"),
-        (["zzz"], "no command 'zzz'; there are train, check,"),
-        (["train"], "the following arguments are required: RECIPE\n"),
-        (["train", str(QUICKSTART), "--quite"], "finetune train: error: unrecognized arguments: --quite"),
+        (
+            ["trian", "x.yaml"],
+            "there is no command `trian` [command-line]\n  help:      finetune train x.yaml",
+        ),
+        (["tune", "x.yaml"], "there is no command `tune` [command-line]\n  help:      finetune sweep x.yaml"),
+        (
+            ["check", "x.yaml", "--preflight"],
+            "no option `--preflight` [command-line]\n  help:      --rehearse",
+        ),
+        (["ablate", "x.yaml", "--ladder", "a"], "no option `--ladder` [command-line]\n  help:      --opt"),
+        (
+            ["ablate", "x.yaml", "--ladder=a"],
+            "no option `--ladder` [command-line]\n  help:      --optimizations",
+        ),
+        (["zzz"], "there is no command `zzz` [command-line]\n  help:      finetune --help"),
+        (["train"], "`finetune train` needs RECIPE [command-line]\n  expected:  finetune train RECIPE\n"),
+        (
+            ["train", str(QUICKSTART), "--quite"],
+            "`finetune train` has no option `--quite` [command-line]\n  help:      --quiet",
+        ),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
 def test_a_mistyped_command_is_told_what_there_is(given: list[str], said: str, capsys) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main.main(given)
-    assert raised.value.code == 2 and said in capsys.readouterr().err
+    assert main.main(given) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_overrides_of_one_command_are_not_the_next_one_s() -> None:
@@ -384,9 +481,8 @@ def test_version_and_names_of_other_tools(capsys) -> None:
         main.main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"finetune {finetune.__version__}\n"
     for given, meant in (("serve", "chat"), ("eval", "evaluate"), ("trian", "train")):
-        with pytest.raises(SystemExit) as ended:
-            main.main([given])
-        assert ended.value.code == 2 and f"try {meant}" in capsys.readouterr().err
+        assert main.main([given]) == 2
+        assert f"help:      finetune {meant}\n" in capsys.readouterr().err
 
 
 def test_explain_describes_every_code_and_suggests_the_nearest(capsys) -> None:
