@@ -53,6 +53,16 @@ def split_batch(train: Train, processes: int) -> Batch:
     return Batch(effective, per_device, share // per_device)
 
 
+def steps_between(setting: float, steps: int) -> int:
+    """Return the steps between two saves or evaluations, as transformers counts them.
+
+    Args:
+        setting: a number of steps, or a number below 1 that is a share of the run.
+        steps: the steps of the run.
+    """
+    return int(setting) if setting >= 1 else math.ceil(setting * steps)
+
+
 def with_micro_batch(batch: Batch, per_device: int) -> Batch:
     """Return the same effective batch with another micro-batch size."""
     return Batch(batch.effective, per_device, batch.per_device * batch.accumulation // per_device)

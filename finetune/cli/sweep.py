@@ -61,7 +61,7 @@ def export(options: argparse.Namespace, path: Path, target: Path) -> None:
     space, recipe = search_space.read(path), load(options.recipe, options.overrides)
     search_space_checks.comparable(recipe)
     lacking = search_space_checks.corners(options.recipe, options.overrides, recipe, space)
-    counted = recipe.eval.eval_steps is None and recipe.train.max_steps is None
+    counted = not isinstance(recipe.eval.eval_steps, int) and recipe.train.max_steps is None
     rows = search_space_checks.rows_of(recipe)[0] if counted else None
     text, notes = wandb_sweep.sweep(space, recipe, options.recipe, options.overrides, rows)
     notes += [f"{key}: not here: {one}: {why}" for key, gone in lacking.items() for one, why in gone.items()]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from finetune.data.messages import REASONING_KEYS
 from finetune.importers import common
-from finetune.importers.common import NO_EFFECT, TRACKER
-from finetune.importers.translation import DIFFERS, NOT_SUPPORTED, SAME, TRANSLATED, Rule, Translation
+from finetune.importers.common import NO_EFFECT
+from finetune.importers.translation import DIFFERS, NOT_SUPPORTED, SAME, TRANSLATED, Rule, Translation, number
 
 TOOL = "axolotl"
 KERNELS = "finetune chooses its own fused kernels (`speed.fused: auto`)"
@@ -79,7 +80,29 @@ RULES = {
     **{name: Rule(reason=ONE_RATE) for name in ("embedding_lr", "embedding_lr_scale", "lr_groups")},
     "loraplus_lr_embedding": Rule(reason="LoRA+ has one ratio for all layers in finetune"),
     **{name: Rule(reason=ANOTHER_OPTIMIZER) for name in ("adam_beta3", "adam_epsilon2", "dion_*")},
-    **{name: Rule(reason=ANOTHER_OPTIMIZER) for name in ("qgalore_*", "optim_target_modules")},
+    "qgalore_*": Rule(reason=ANOTHER_OPTIMIZER),
+    "optim_target_modules": Rule(
+        "train.optim_target_modules", lambda names: "all-linear" if names == "all_linear" else names
+    ),
+    "optim_args": Rule(
+        "train.optim_args",
+        lambda given: ",".join(f"{k}={v}" for k, v in given.items()) if isinstance(given, dict) else given,
+    ),
+    "eta_min": Rule(same="axolotl does not read this key either; its key is cosine_min_lr_ratio"),
+    **{name: Rule(reason="finetune has no expert parallelism") for name in ("expert_parallel*",)},
+    **{
+        name: Rule(reason="finetune has no NVFP4 weights of experts")
+        for name in ("nvfp4_*", "dsv4_fp4_grouped_mode")
+    },
+    **{name: Rule(same=KERNELS) for name in ("use_dsv4_kernels", "use_glm_dsa_kernels")},
+    "gemma4_hybrid_attn_impl": Rule(same="`model.attention: auto` chooses a kernel that the model supports"),
+    "gptq_*": Rule(same="finetune reads the quantization of the checkpoint"),
+    "llmcompressor": Rule(
+        reason="finetune has no sparse training; see `finetune export --to compressed-tensors`"
+    ),
+    "hub_strategy": Rule(same="finetune uploads after the run, with `finetune publish`"),
+    "hub_revision": Rule("publish.revision"),
+    "accelerator_config": Rule(reason="pass an accelerate config to `finetune train --accelerate`"),
     **{name: Rule(reason=CONTEXT) for name in ("use_pose", "pose_*", "s2_attention", "scaling_softmax*")},
     "rope_scaling": Rule(reason="set rope_scaling in the model's config.json"),
     "added_tokens_overrides": Rule(reason="save another tokenizer into the model's folder"),
@@ -120,9 +143,6 @@ RULES = {
         reason="`train.stop_at_spike` stops a run whose loss rises by a factor, not above a limit"
     ),
     "loss_watchdog_patience": Rule(reason="see loss_watchdog_threshold"),
-    "group_by_length": Rule(
-        "train.train_sampling_strategy", lambda on: "group_by_length" if on else "random"
-    ),
     "default_system_message": Rule(reason="write the system message into the data"),
     "dataset_prepared_path": Rule(
         same="`data.cache_dir` is the folder of prepared data; the default is fine"
@@ -155,13 +175,15 @@ RULES = {
     "tokenizer_config": Rule(reason="save the tokenizer into the model's folder"),
     "tokenizer_save_jinja_files": Rule(same=NO_EFFECT),
     "chat_template_kwargs": Rule(reason="write the values into a Jinja file for `data.chat_template`"),
-    "overrides_of_model_config": Rule(reason="change the model's config.json"),
+    **{
+        name: Rule(reason="finetune loads the model with the settings of its config.json")
+        for name in ("model_kwargs", "overrides_of_model_kwargs", "cls_model_config")
+    },
     "base_model_config": Rule(reason="finetune reads the config of the base model"),
     "mean_resizing_embeddings": Rule(reason="finetune's new rows are the mean of all rows"),
     "relora*": Rule(reason="finetune does not restart an adapter during training"),
     "lisa_*": Rule(reason="finetune trains the same layers in each step"),
     **{name: Rule(reason="finetune has the cross-entropy loss") for name in ("use_eaft", "eaft_*")},
-    "qat": Rule(reason="set `speed.qat`"),
     "trainer_cls": Rule(reason="finetune has one Trainer"),
     "gpu_memory_limit": Rule(reason="finetune places the whole model on the GPU of each process"),
     "max_memory": Rule(reason="finetune places the whole model on the GPU of each process"),
@@ -172,7 +194,6 @@ RULES = {
     "base_model_ignore_patterns": Rule(same="finetune reads only the files that the index names"),
     "strict": Rule(same="finetune always refuses weights that do not fit the model"),
     "debug": Rule(same="use `finetune train --debug`"),
-    "val_set_size": Rule("data.validation_fraction", float),
     "eval_table_size": Rule("eval.samples"),
     "eval_max_new_tokens": Rule("eval.max_new_tokens"),
     "eval_causal_lm_metrics": Rule(reason="finetune reports loss, exact match and the tasks of `eval.tasks`"),
@@ -204,7 +225,6 @@ RULES = {
     "peft_autocast_adapter_dtype": Rule(same="trainable weights are in fp32"),
     "merge_method": Rule(same="it belongs to merging"),
     "merge_lora": Rule(same="use `finetune merge`"),
-    "use_tensorboard": Rule(reason="set `train.report_to: tensorboard`"),
     "unfrozen_parameters": Rule(reason="finetune trains all weights (`full`) or an adapter"),
     "tensor_parallel_size": Rule(reason="finetune trains with data parallelism and FSDP2", off=(None, 1)),
     **{
@@ -220,10 +240,6 @@ RULES = {
     "save_strategy": Rule("train.save_strategy", lambda value: "auto" if value == "best" else value),
     "max_packed_sequence_len": Rule(reason="set `data.packing` and `data.max_length`"),
     "min_sample_len": Rule(reason="remove short examples from the data"),
-    "special_tokens": Rule(
-        reason="finetune uses the tokens of the tokenizer; save another tokenizer into the model's folder",
-        off=(None, {}),
-    ),
     **{
         name: Rule(same=KERNELS)
         for name in (
@@ -258,13 +274,22 @@ RULES = {
         name: Rule(same=MOE)
         for name in ("use_scattermoe", "use_sonicmoe", "experts_implementation", "llama4_linearized_experts")
     },
-    **{
-        name: Rule(reason=TRACKER)
-        for tracker in ("wandb", "trackio", "mlflow", "comet", "swanlab", "otel")
-        for name in (f"use_{tracker}", f"{tracker}_*")
-    },
-    "use_otel_metrics": Rule(reason=TRACKER),
-    "hf_mlflow_log_artifacts": Rule(reason=TRACKER),
+    **{name: Rule(reason="finetune has no OpenTelemetry metrics") for name in ("use_otel_metrics", "otel_*")},
+    "hf_mlflow_log_artifacts": Rule(reason="set the environment variable HF_MLFLOW_LOG_ARTIFACTS"),
+}
+TRACKERS = {  # axolotl's name -> the name in `train.report_to`, and the key that switches the tracker on
+    "wandb": ("wandb", "wandb_project"),
+    "mlflow": ("mlflow", "mlflow_experiment_name"),
+    "comet": ("comet_ml", "comet_project_name"),
+    "trackio": ("trackio", "trackio_project_name"),
+    "swanlab": ("swanlab", "swanlab_project"),
+    "tensorboard": ("tensorboard", ""),
+}
+TRACKER_KEYS = {
+    "wandb_name": "train.run_name",
+    "mlflow_run_name": "train.run_name",
+    "trackio_run_name": "train.run_name",
+    "trackio_project_name": "train.project",
 }
 ADAPTER = {
     "lora_r": "r",
@@ -330,24 +355,22 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     _template(state)
     _batch_size(state, gpus)
     common.batch_size(state, ("micro_batch_size", 1), ("gradient_accumulation_steps", 1), gpus)
-    _schedule(state)
+    _qat(state)
     common.launch(state, gpus)
+    _schedule(state)
+    _evaluations(state)
     for plugin in state.take("plugins", []):
         if any(word in plugin.lower() for word in ("liger", "cut_cross_entropy", "kernels")):
             state.record(SAME, "plugins", plugin, KERNELS)
         else:
             state.unsupported("plugins", plugin, "finetune runs no plugins of axolotl")
-    size = float(state.source.get("val_set_size") or 0)
-    if not size:
-        text = "it is off" if "data.validation" in state.recipe else "there is no validation set"
-        state.record(SAME, "val_set_size", state.take("val_set_size"), text)
-    elif size >= 1:
-        text = "it counts examples; set `data.validation_fraction` to their share of the data"
-        state.unsupported("val_set_size", state.take("val_set_size"), text)
     _compile(state)
+    _model_config(state)
+    _special_tokens(state)
+    _trackers(state)
     state.apply(RULES)
     common.trainer_arguments(state)
-    _defaults(state, is_chat=bool({"chat_template", "sharegpt"} & set(types)))
+    _defaults(state, gpus, is_chat=bool({"chat_template", "sharegpt"} & set(types)))
     state.finish()
 
 
@@ -358,7 +381,8 @@ def _only_sft(state: Translation, where: str) -> None:
     if kind:
         raise common.not_sft(TOOL, f"{kind} training", where)
     if state.source.get("pretraining_dataset"):
-        raise common.not_sft(TOOL, "pretraining", where)
+        text = "write the files under `datasets` with `type: completion`, and import that"
+        raise common.not_sft(TOOL, "pretraining", where, text)
     if state.source.get("processor_type") or state.source.get("freeze_mm_modules"):
         raise common.not_sft(TOOL, "a model with images, audio or video", where)
     if state.source.get("num_labels") or state.source.get("diffusion"):
@@ -367,8 +391,8 @@ def _only_sft(state: Translation, where: str) -> None:
 
 def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> None:
     sources, columns, roles = [], {}, {}
-    for number, given in enumerate(entries):
-        entry, key = dict(given), f"datasets.{number}"
+    for place, given in enumerate(entries):
+        entry, key = dict(given), f"datasets.{place}"
         sources += _sources_of(state, entry, key)
         if isinstance(entry.get("type"), dict):
             _own_type(state, entry.pop("type"), columns, key)
@@ -395,6 +419,7 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
         if given_roles := entry.pop("roles", None):
             roles |= {name: role for name, role in _role_map(given_roles).items() if name != role}
             state.record(TRANSLATED, f"{key}.roles", given_roles, f"data.role_map: {roles}")
+        _thinking(state, entry, key)
         for name, value in entry.items():
             state.unsupported(f"{key}.{name}", value, "finetune has no such setting for a source")
     plain = [source.pop("name") if set(source) == {"name"} else source for source in sources]
@@ -452,6 +477,20 @@ def _message_keys(state: Translation, mapped: dict[str, str], key: str) -> None:
         state.unsupported(key, mapped, f"{text}; rename the keys in the data")
 
 
+def _thinking(state: Translation, entry: dict[str, Any], key: str) -> None:
+    """Record the key of a message that has its reasoning, and the key that the chat template reads."""
+    given = {name: entry.pop(name) for name in ("field_thinking", "template_thinking_key") if entry.get(name)}
+    theirs, read = (
+        given.get(name, REASONING_KEYS[0]) for name in ("field_thinking", "template_thinking_key")
+    )
+    for name, value in given.items():
+        if theirs == read and theirs in REASONING_KEYS:
+            state.record(SAME, f"{key}.{name}", value, "finetune passes this key to the chat template too")
+        else:
+            text = f"rename {theirs} in the messages to {read}, the key that the chat template reads"
+            state.unsupported(f"{key}.{name}", value, text)
+
+
 def _format(state: Translation, entry: dict[str, Any], key: str, where: str) -> None:
     kind = str(entry.pop("type", "") or "")
     base = kind.partition(":")[0].partition(".")[0]
@@ -505,13 +544,24 @@ def _default_or_not(state: Translation, key: str, value: object, *, is_default: 
 
 
 def _validation(state: Translation, tests: list[dict[str, Any]] | None) -> None:
-    for number, entry in enumerate(tests or []):
-        key, path = f"test_datasets.{number}", entry.get("path", "")
+    """Translate the validation set: files, or a share of the data."""
+    for place, entry in enumerate(tests or []):
+        key, path = f"test_datasets.{place}", entry.get("path", "")
         files = _files(path, entry.get("data_files")) or [path]
-        if number or len(files) > 1 or entry.get("name") or entry.get("split") not in (None, "train"):
+        if place or len(files) > 1 or entry.get("name") or entry.get("split") not in (None, "train"):
             state.unsupported(key, entry, "`data.validation` takes one file or folder")
         else:
             state.set("data.validation", files[0], key, entry)
+    size = float(state.take("val_set_size") or 0)
+    given = state.given.get("val_set_size")
+    if not size:
+        text = "it is off" if "data.validation" in state.recipe else "there is no validation set"
+        state.record(SAME, "val_set_size", given, text)
+    elif size >= 1:
+        text = "it counts examples; set `data.validation_fraction` to their share of the data"
+        state.unsupported("val_set_size", given, text)
+    else:
+        state.set("data.validation_fraction", size, "val_set_size", given)
 
 
 def _files(path: str, files: str | list[str] | None) -> list[str]:
@@ -545,7 +595,9 @@ def _adapter(state: Translation) -> None:
     kind = state.take("adapter")
     given = [number for number in (4, 8) if f"load_in_{number}bit" in state.source]
     bits = {4: state.take("load_in_4bit", False), 8: state.take("load_in_8bit", False)}
-    quantized = "nf4" if bits[4] or kind == "qlora" else "int8" if bits[8] else ""
+    kwargs = dict(state.take("bnb_config_kwargs") or {})
+    four = "fp4" if kwargs.get("bnb_4bit_quant_type") == "fp4" else "nf4"
+    quantized = four if bits[4] or kind == "qlora" else "int8" if bits[8] else ""
     if kind is None:
         for name in [name for name in state.source if name.startswith(("lora_", "peft", "gptq", "loraplus"))]:
             state.record(SAME, name, state.source.pop(name), "no adapter trains")
@@ -577,13 +629,11 @@ def _adapter(state: Translation) -> None:
     elif not linear:
         text = "axolotl needs lora_target_linear or lora_target_modules; kept all-linear"
         state.record(DIFFERS, "adapter.target_modules", None, text)
-    kwargs = state.take("bnb_config_kwargs") or {}
-    plain = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    if kwargs and kwargs == {name: plain.get(name) for name in kwargs}:
-        state.record(SAME, "bnb_config_kwargs", kwargs, "finetune quantizes in nf4 with double quantization")
-    elif kwargs:
-        text = "finetune has nf4 and fp4 with double quantization; see `model.quantization`"
-        state.unsupported("bnb_config_kwargs", kwargs, text)
+    plain = {"bnb_4bit_quant_type": four, "bnb_4bit_use_double_quant": True}
+    for name, value in kwargs.items():
+        listed, text = SAME, f"finetune quantizes in {four} with double quantization"
+        listed = listed if plain.get(name) == value else NOT_SUPPORTED
+        state.record(listed, f"bnb_config_kwargs.{name}", value, text)
     if not quantized:
         common.keep_unquantized(state)
 
@@ -622,6 +672,62 @@ def _attention(state: Translation) -> None:
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     if on in ("offload", "offload_disk"):
         state.set("speed.offload", "activations", "gradient_checkpointing", on)
+
+
+def _qat(state: Translation) -> None:
+    """Translate quantization-aware training, which finetune has for integer weights."""
+    if not (given := state.take("qat")):
+        return
+    configs = {"int8": "Int8DynamicActivationIntxWeightConfig", None: "IntxWeightOnlyConfig"}
+    weights, activations = given.get("weight_dtype", "int8"), given.get("activation_dtype")
+    odd = {
+        name: given[name] for name in ("quantize_embedding", "fake_quant_after_n_steps") if given.get(name)
+    }
+    if weights not in ("int4", "int8") or activations not in configs:
+        text = "finetune trains for int4 and int8 weights, with int8 activations or unquantized ones"
+        state.unsupported("qat", given, f"{text}; see `speed.qat`")
+        return
+    values = {"config": configs[activations], "weight_dtype": weights}
+    state.set("speed.qat", values | {"group_size": given.get("group_size", 32)}, "qat", given)
+    for name, value in odd.items():
+        state.unsupported(f"qat.{name}", value, "finetune rounds the adapted layers from the first step on")
+
+
+def _model_config(state: Translation) -> None:
+    """Translate `model_config`, which changes the base model's config.json."""
+    for key in ("model_config", "overrides_of_model_config"):
+        values = dict(state.take(key) or {})
+        if (logits := values.pop("output_router_logits", None)) is True:
+            text = "finetune adds the router's loss if the model's config has a coefficient"
+            state.record(SAME, f"{key}.output_router_logits", logits, text)
+        elif logits is False:
+            state.set("train.router_aux_loss_coef", 0.0, f"{key}.output_router_logits", logits)
+        if (share := values.pop("router_aux_loss_coef", None)) is not None:
+            state.set("train.router_aux_loss_coef", share, f"{key}.router_aux_loss_coef", share)
+        for name, value in values.items():
+            state.unsupported(f"{key}.{name}", value, "change the model's config.json")
+
+
+def _trackers(state: Translation) -> None:
+    """Translate the trackers. axolotl uses a tracker if the name of its project is set."""
+    names = []
+    for tracker, (name, switch) in TRACKERS.items():
+        asked = state.take(f"use_{tracker}")
+        if on := bool(asked or state.source.get(switch)):
+            names.append(name)
+            state.record(TRANSLATED, f"use_{tracker}", asked, f"train.report_to: {name}")
+        elif asked is not None:
+            state.record(SAME, f"use_{tracker}", asked, "it is off")
+        for key in [key for key in state.source if key.startswith(f"{tracker}_")]:
+            value = state.take(key)
+            if not on or value in (None, "", False):
+                state.record(SAME, key, value, f"{name} is off" if value else "it is not set")
+            elif key in TRACKER_KEYS:
+                state.set(TRACKER_KEYS[key], value, key, value)
+            else:
+                state.unsupported(key, value, f"set the environment variable {key.upper()}")
+    if names:
+        state.recipe["train.report_to"] = names[0] if len(names) == 1 else names
 
 
 def _compile(state: Translation) -> None:
@@ -690,32 +796,63 @@ def _schedule(state: Translation) -> None:
         state.set("train.max_steps", top, "max_steps", top)
         if (value := state.take("num_epochs")) is not None:
             state.record(SAME, "num_epochs", value, "max_steps ends the training")
-    if (low := state.take("cosine_min_lr_ratio")) is not None:
+    low = state.take("cosine_min_lr_ratio")
+    if low and state.source.get("lr_scheduler") in (None, "cosine"):
         state.recipe["train.lr_scheduler_kwargs"] = {"min_lr_rate": low}
-        state.source["lr_scheduler"] = "cosine_with_min_lr"
-        state.record(TRANSLATED, "cosine_min_lr_ratio", low, "train.lr_scheduler_type: cosine_with_min_lr")
+        if (name := state.take("lr_scheduler")) is not None:
+            state.record(TRANSLATED, "lr_scheduler", name, "train.lr_scheduler_type: cosine_with_min_lr")
+        state.set("train.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio", low)
+    elif low is not None:
+        state.record(SAME, "cosine_min_lr_ratio", low, "axolotl reads it for the scheduler cosine only")
     if saves := state.take("saves_per_epoch", 0):
-        share = 1 / (saves * epochs)
-        if top:
-            text = "finetune does not know the steps of an epoch; set `train.save_steps`"
-            state.unsupported("saves_per_epoch", saves, text)
-        elif share < 1:
-            state.set("train.save_steps", round(share, 6), "saves_per_epoch", saves)
+        if share := common.share_of_run(1 / (saves * epochs)):
+            state.set("train.save_steps", share, "saves_per_epoch", saves)
         else:
             state.set("train.save_strategy", "epoch", "saves_per_epoch", saves)
+
+
+def _evaluations(state: Translation) -> None:
+    """Translate the evaluations during training, and which weights axolotl keeps at the end."""
+    epochs = float(state.given.get("num_epochs") or 1.0)
     if evaluations := state.take("evals_per_epoch", 0):
-        text = "set `eval.eval_steps` to a number of steps; finetune evaluates at the end anyway"
-        state.unsupported("evals_per_epoch", evaluations, text)
-    common.evaluations(state, ("eval_strategy", "evaluation_strategy"))
+        share = common.share_of_run(1 / (evaluations * epochs))
+        common.set_evaluations(state, "evals_per_epoch", evaluations, share)
+    common.evaluations(state, ("eval_strategy", "evaluation_strategy"), ("num_epochs", 1.0), 500)
     if "eval.eval_steps" not in state.recipe and (patience := state.take("early_stopping_patience")):
-        state.unsupported("early_stopping_patience", patience, "set `eval.eval_steps` too")
-    tokens = state.source.get("special_tokens") or {}
-    if set(tokens) == {"pad_token"}:
-        text = "padding does not contribute to the loss"
-        state.record(SAME, "special_tokens", state.take("special_tokens"), text)
+        state.unsupported("early_stopping_patience", patience, "it needs evaluations during training")
+    named = state.take("load_best_model_at_end")
+    if "eval.eval_steps" in state.recipe:
+        state.recipe["eval.load_best_model_at_end"] = best = _keeps_best(state.given, epochs)
+        text = "axolotl keeps the best weights if save_steps is a multiple of eval_steps"
+        state.record(
+            TRANSLATED, "load_best_model_at_end", named, f"eval.load_best_model_at_end: {best}; {text}"
+        )
+    elif named is not None:
+        state.record(SAME, "load_best_model_at_end", named, "there is no evaluation during training")
 
 
-def _defaults(state: Translation, *, is_chat: bool) -> None:
+def _keeps_best(given: dict[str, Any], epochs: float) -> bool:
+    """Whether axolotl sets `load_best_model_at_end`: its own rule, with its own numbers."""
+    steps = []
+    for name, often in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        share = 1 / (given[often] * epochs) if given.get(often) else 1.0
+        steps.append(number(share if share < 1 else given.get(name)) or 0)
+    wanted = given.get("load_best_model_at_end") is not False or given.get("early_stopping_patience")
+    return bool(wanted and all(steps) and steps[0] % steps[1] == 0)
+
+
+def _special_tokens(state: Translation) -> None:
+    """Translate `special_tokens`. A padding token never contributes to the loss."""
+    tokens = dict(state.take("special_tokens") or {})
+    if pad := tokens.pop("pad_token", None):
+        state.record(SAME, "special_tokens.pad_token", pad, "padding does not contribute to the loss")
+    for name, token in tokens.items():
+        text = "finetune keeps the special tokens of the tokenizer, so nothing changes if this is its token; "
+        text += "otherwise save another tokenizer into the model's folder"
+        state.unsupported(f"special_tokens.{name}", token, text)
+
+
+def _defaults(state: Translation, gpus: int, *, is_chat: bool) -> None:
     state.keep_default("data.max_length", 512, 1024)
     if "train.max_steps" not in state.recipe:
         state.keep_default("train.num_train_epochs", 1.0, 3)
@@ -727,4 +864,11 @@ def _defaults(state: Translation, *, is_chat: bool) -> None:
         differs = is_chat and "eot_tokens" not in state.given
         text = END_OF_TURN if differs else "both train on the answers and their ends"
         state.record(DIFFERS if differs else SAME, "data.train_on", "assistant", text)
-    common.keep_last_weights(state)
+    if gpus > 1:
+        text = "axolotl averages the loss on each GPU first, so tokens of short examples weigh more"
+        state.keep_default("train.average_tokens_across_devices", False, True, text)
+    precision = any(state.given.get(key) for key in ("bf16", "bfloat16", "fp16", "float16"))
+    if state.recipe["adapter.type"] == "full" and precision and not state.given.get("deepspeed"):
+        text = "axolotl trains 16-bit weights; finetune trains fp32 weights in mixed precision"
+        state.record(DIFFERS, "adapter.type", "full", f"{text}, which needs more memory")
+    common.keep_without_router_loss(state)

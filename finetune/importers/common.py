@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -17,7 +18,6 @@ TRACKER = "set `train.report_to` and the tracker's own environment variables"
 
 # Arguments of transformers.Trainer whose values finetune owns elsewhere, or that change no result
 TRAINER = {
-    "bf16": Rule(same=LAUNCH),
     "fp16": Rule(reason=f"{LAUNCH}; fp16 needs `mixed_precision: fp16` in the accelerate config"),
     "pure_bf16": Rule(reason="trainable weights stay in fp32; use `optim: adamw_torch_8bit` to save memory"),
     "do_train": Rule(same=ALWAYS),
@@ -35,6 +35,9 @@ TRAINER = {
     "hub_model_id": Rule("publish.repo"),
     "hub_private_repo": Rule("publish.private"),
     "report_to": Rule("train.report_to"),
+    "group_by_length": Rule(
+        "train.train_sampling_strategy", lambda on: "group_by_length" if on else "random"
+    ),
     "run_name": Rule("train.run_name"),
     "per_device_eval_batch_size": Rule("eval.batch_size"),
     "eval_batch_size": Rule("eval.batch_size"),
@@ -60,6 +63,7 @@ OPTIMIZERS = {
 
 def trainer_arguments(state: Translation) -> None:
     """Translate arguments of transformers.Trainer: the keys of `train:` have the same names."""
+    _precision(state)
     state.apply(TRAINER)
     known = build.known_keys()["train"]
     for key in [key for key in state.source if key in known]:
@@ -72,6 +76,17 @@ def trainer_arguments(state: Translation) -> None:
         owner = renames.owner_of(key)
         text = owner if owner.startswith("remove") else f"use {owner}"
         state.apply_rule(key, state.source.pop(key), Rule(reason=text))
+
+
+def _precision(state: Translation) -> None:
+    """Translate `bf16`. Without it and fp16, the tools train in fp32."""
+    if (value := state.take("bf16")) is not None:
+        others = ("fp16", "float16", "bfloat16", "pure_bf16", "fp8")
+        if value is False and not any(state.given.get(name) for name in others):
+            text = "finetune trains in bf16 where the GPU has it; use an accelerate config with "
+            state.unsupported("bf16", value, f"{text}`mixed_precision: no` for fp32")
+        else:
+            state.record(SAME, "bf16", value, LAUNCH)
 
 
 def batch_size(state: Translation, micro: tuple[str, int], steps: tuple[str, int], gpus: int) -> None:
@@ -149,26 +164,63 @@ def duration(state: Translation) -> None:
         state.record(SAME, "max_steps", state.take("max_steps"), "it is off")
 
 
-def evaluations(state: Translation, strategies: tuple[str, ...]) -> None:
-    """Translate the steps between two evaluations. finetune counts them in steps.
+def evaluations(
+    state: Translation, strategies: tuple[str, ...], epochs: tuple[str, float], logging_steps: int
+) -> None:
+    """Translate the steps between two evaluations.
 
     Args:
         strategies: the tool's keys that switch evaluation on.
+        epochs: the tool's key and default of the number of epochs.
+        logging_steps: the tool's default, which is also the default of `eval_steps`.
     """
     strategy = next((value for key in strategies if (value := state.source.get(key)) is not None), None)
+    named = next((key for key in strategies if state.source.get(key) is not None), "")
     steps = number(state.take("eval_steps"))
-    if steps is not None and (steps < 1 or strategy in ("no", "epoch", False)):
-        ignored = f"eval_strategy: {strategy} ignores it"
-        text = "`eval.eval_steps` takes a number of steps, no share of the run" if 0 < steps < 1 else ignored
-        state.record("not supported" if 0 < steps < 1 else SAME, "eval_steps", steps, text)
+    if steps is not None and strategy in ("no", "epoch", False):
+        state.record(SAME, "eval_steps", steps, f"{named}: {strategy} ignores it")
     elif steps is not None:
-        state.set("eval.eval_steps", int(steps), "eval_steps", steps)
+        set_evaluations(state, "eval_steps", steps, steps if steps < 1 else int(steps))
+    elif strategy == "steps":
+        every = int(number(state.source.get("logging_steps")) or logging_steps)
+        set_evaluations(state, named, strategy, every)
+    if strategy == "epoch":
+        if int(number(state.given.get("max_steps")) or -1) > 0:
+            text = (
+                "finetune does not know the steps of an epoch before it reads the data; set `eval.eval_steps`"
+            )
+            state.unsupported(named, strategy, text)
+        else:
+            share = 1 / float(number(state.given.get(epochs[0])) or epochs[1])
+            set_evaluations(state, named, strategy, share_of_run(share))
+    recorded = {entry.key for entry in state.entries}
     for key in strategies:
-        if (value := state.take(key)) in ("epoch", "steps") and "eval.eval_steps" not in state.recipe:
-            text = "set `eval.eval_steps` to a number of steps; finetune evaluates at the end anyway"
-            state.unsupported(key, value, text)
-        elif value is not None:
+        if (value := state.take(key)) is not None and key not in recorded:
             state.record(SAME, key, value, "`eval.eval_steps` sets the evaluations during training")
+
+
+def share_of_run(share: float) -> float | None:
+    """Return a share of the run with six digits, rounded down, or `None` for the whole run."""
+    return math.floor(share * 10**6) / 10**6 if share < 1 else None
+
+
+def set_evaluations(state: Translation, key: str, given: object, steps: float | None) -> None:
+    """Set the steps between two evaluations.
+
+    Args:
+        key: the key of the tool.
+        given: its value.
+        steps: a number of steps, or a share of the run below 1. `None`: one evaluation at the end.
+    """
+    if not {"data.validation", "data.validation_fraction"} & set(state.recipe):
+        state.record(SAME, key, given, "the recipe has no validation set")
+    elif not steps or steps < 0:
+        state.record(SAME, key, given, "finetune always evaluates at the end")
+    elif state.accelerate.startswith(("fsdp", "zero3")):
+        text = "evaluation during training does not work with FSDP or ZeRO-3; finetune evaluates at the end"
+        state.unsupported(key, given, text)
+    else:
+        state.set("eval.eval_steps", steps, key, given)
 
 
 def column(state: Translation, columns: dict[str, str], ours: str, theirs: str, key: str) -> None:
@@ -192,17 +244,31 @@ def other_columns(state: Translation, renamed: list[dict[str, str]]) -> None:
         state.unsupported("data.columns", {name: kind[name] for kind in kinds for name in kind}, text)
 
 
+def keep_without_router_loss(state: Translation) -> None:
+    """Keep the loss without the load-balancing loss of a mixture of experts. finetune adds it by default."""
+    if not any(entry.key.endswith("output_router_logits") for entry in state.entries):
+        why = "only a mixture of experts has this loss, and finetune adds it by default"
+        state.keep_default("train.router_aux_loss_coef", 0.0, None, why)
+
+
 def keep_last_weights(state: Translation) -> None:
     """Keep the weights of the last step, as the tools do. finetune's default keeps the best checkpoint."""
     if "eval.eval_steps" in state.recipe:
         state.keep_default("eval.load_best_model_at_end", False, True)
 
 
-def not_sft(tool: str, what: str, where: str) -> UserError:
-    """Refuse training that is not supervised fine-tuning (exit 2)."""
+def not_sft(tool: str, what: str, where: str, plain_text: str = "") -> UserError:
+    """Refuse training that is not supervised fine-tuning (exit 2).
+
+    Args:
+        plain_text: for pretraining, the settings with which finetune trains on plain text.
+    """
     text = f"finetune imports supervised fine-tuning only, and this file is for {what}"
     fix = f"train it with {tool}"
-    why = "finetune has no preference tuning, no reinforcement learning and no pretraining"
+    if plain_text:
+        why = "finetune starts from a model that is trained already"
+        fix += f"; finetune can train an existing model on plain text: {plain_text}"
+    why = "finetune has no preference tuning and no reinforcement learning, and reads only text"
     return UserError(Problem(text, where=where, why=why, fix=fix, code="import"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ TEMPLATES = {  # LLaMA-Factory's templates that render what a bundled template r
 }
 STAGES = {"pt": "language model", "rm": "reward", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
 OTHER_METHODS = (
-    "use_galore",
-    "use_apollo",
     "use_badam",
     "use_adam_mini",
     "use_muon",
@@ -42,6 +41,23 @@ OTHER_METHODS = (
     "use_megatron_bridge",
     "shift_attn",
     "train_from_scratch",
+)
+LARGEST = 100 * 2**20  # bytes of a data file whose examples are counted
+MEGATRON = (  # keys of MCA and Megatron Bridge
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "overlap_*",
+    "bias_activation_fusion",
+    "apply_rope_fusion",
+    "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+    "recompute_granularity",
+    "mixed_precision",
+    "use_packed_sequences",
 )
 RULES = {
     "model_revision": Rule("model.revision"),
@@ -62,7 +78,6 @@ RULES = {
     "default_system": Rule(reason="write the system message into the data"),
     "tool_format": Rule(reason="the chat template decides how tools are written"),
     "mask_history": Rule("data.train_on", lambda on: "last_turn" if on else "assistant"),
-    "max_samples": Rule(reason="use a smaller file, or a split such as `train[:1000]` of a Hub dataset"),
     "mix_strategy": Rule(reason="set `weight` for each source in `data.name`", off=(None, "concat")),
     "interleave_probs": Rule(reason="set `weight` for each source in `data.name`"),
     "tokenized_path": Rule(same="`data.cache_dir` is the folder of prepared data"),
@@ -84,7 +99,6 @@ RULES = {
         reason="merge the first adapter with `finetune merge`, and train on the merged model",
         off=(None, False),
     ),
-    "quantization_type": Rule(reason="`model.quantization: fp4` has this type", off=(None, "nf4")),
     "quantization_method": Rule(
         reason="finetune quantizes with bitsandbytes, and reads GPTQ and AWQ checkpoints as they are",
         off=(None, "bitsandbytes", "bnb"),
@@ -115,7 +129,7 @@ RULES = {
     **{name: Rule(reason=GREEDY) for name in ("eval_num_beams", "repetition_penalty", "length_penalty")},
     **{
         name: Rule(reason=f"finetune has no {optimizer}")
-        for optimizer in ("galore", "apollo", "badam")
+        for optimizer in ("badam",)
         for name in (f"{optimizer}_*",)
     },
     **{
@@ -140,6 +154,7 @@ RULES = {
         for name in ("infer_*", "vllm_*", "sglang_*", "export_*", "adapter_folder", "offload_folder")
     },
     **{name: Rule(reason="finetune has no KTransformers") for name in ("use_kt", "kt_*")},
+    **{name: Rule(reason="finetune does not train with Megatron") for name in MEGATRON},
     **{name: Rule(reason="finetune has no HyperParallel") for name in ("use_hyper_parallel", "hyper_*")},
     "ray_*": Rule(reason="see scripts/slurm and scripts/skypilot"),
     "ignore_pad_token_for_loss": Rule(same="padding does not contribute to the loss"),
@@ -173,6 +188,22 @@ RULES = {
 }
 
 
+PROJECTIONS = {  # use_METHOD -> LLaMA-Factory's defaults
+    "galore": {"rank": 16, "update_interval": 200, "scale": 2.0, "proj_type": "std"},
+    "apollo": {
+        "rank": 16,
+        "update_interval": 200,
+        "scale": 32.0,
+        "proj_type": "std",
+        "proj": "random",
+        "scale_type": "channel",
+    },
+}
+OF_GALORE = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    "adafactor": "adafactor",
+}
+OF_TRANSFORMERS = {"update_interval": "update_proj_gap"}
 OFT = {"oft_block_size": "oft_block_size", "oft_rank": "r", "module_dropout": "module_dropout"}
 ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 
@@ -181,7 +212,9 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     """Fill a translation from a LLaMA-Factory config."""
     stage = state.take("stage", "sft")
     if stage != "sft" or (state.source.get("do_predict") and not state.source.get("do_train")):
-        raise common.not_sft(TOOL, f"{STAGES[stage]} training" if stage in STAGES else "predictions", where)
+        kind = f"{STAGES[stage]} training" if stage in STAGES else "predictions"
+        text = "see `data.format: text` and `data.too_long: split`" if stage == "pt" else ""
+        raise common.not_sft(TOOL, kind, where, text)
     state.record(SAME, "stage", "sft", "finetune trains with supervision")
     model = state.take("model_name_or_path")
     state.set("model.name", model, "model_name_or_path", model)
@@ -191,7 +224,8 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     _attention(state)
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)
     common.duration(state)
-    common.evaluations(state, ("eval_strategy", "evaluation_strategy"))
+    common.launch(state, gpus)
+    _validation(state)
     if (neat := state.take("neat_packing", False)) or state.source.get("packing") is not None:
         packing = state.take("packing")
         state.recipe["data.packing"] = bool(neat or packing)
@@ -201,7 +235,6 @@ def translate(state: Translation, where: str, gpus: int) -> None:
         if packing and not neat:
             text = "without neat_packing, packed examples attend to each other; in finetune they never do"
             state.unsupported("neat_packing", False, text)
-    common.launch(state, gpus)
     if (name := state.take("fsdp_transformer_layer_cls_to_wrap")) is not None:
         state.record(
             SAME, "fsdp_transformer_layer_cls_to_wrap", name, "finetune finds the class of the layers"
@@ -211,16 +244,48 @@ def translate(state: Translation, where: str, gpus: int) -> None:
         state.source["pissa_init"] = 16 if iterations is None else iterations
     if iterations is not None:
         state.record(SAME, "pissa_iter", iterations, "it belongs to pissa_init")
+    _gradient_projection(state)
+    if state.source.get("bf16") is False:
+        text = "LLaMA-Factory then computes in the precision of the checkpoint"
+        state.record(SAME, "bf16", state.take("bf16"), text)
+    state.apply(RULES)
+    common.trainer_arguments(state)
+    _defaults(state)
+    state.finish()
+
+
+def _validation(state: Translation) -> None:
+    """Translate the validation set that is drawn from the data, and the evaluations during training."""
     size = float(state.source.get("val_size") or 0)
     if size >= 1:
         text = "it counts examples; set `data.validation_fraction` to their share of the data"
         state.unsupported("val_size", state.take("val_size"), text)
     elif size:
         state.set("data.validation_fraction", size, "val_size", state.take("val_size"))
-    state.apply(RULES)
-    common.trainer_arguments(state)
-    _defaults(state)
-    state.finish()
+    common.evaluations(state, ("eval_strategy", "evaluation_strategy"), ("num_train_epochs", 3.0), 500)
+
+
+def _gradient_projection(state: Translation) -> None:
+    """Translate GaLore and APOLLO, which are optimizers of transformers."""
+    for method, options in PROJECTIONS.items():
+        given = {key: state.take(key) for key in list(state.source) if key.startswith(f"{method}_")}
+        if not state.take(f"use_{method}", False):
+            for key, value in given.items():
+                state.record(SAME, key, value, f"it belongs to use_{method}")
+            continue
+        plain = str(state.take("optim", "adamw_torch"))
+        kind = OF_GALORE.get(plain, "adamw") if method == "galore" else "adamw"
+        layers = "_layerwise" if given.pop(f"{method}_layerwise", False) else ""
+        state.set("train.optim", f"{method}_{kind}{layers}", f"use_{method}", True)
+        if front := given.pop(f"{method}_scale_front", False):
+            state.unsupported(f"{method}_scale_front", front, "transformers scales the gradients at the end")
+        target = given.pop(f"{method}_target", None) or "all"
+        modules = target if isinstance(target, list) else [name.strip() for name in target.split(",")]
+        named = "all-linear" if modules == ["all"] else modules
+        state.set("train.optim_target_modules", named, f"{method}_target", target)
+        values = options | {key.removeprefix(f"{method}_"): value for key, value in given.items()}
+        values = {OF_TRANSFORMERS.get(name, name): value for name, value in values.items()}
+        state.set("train.optim_args", ", ".join(f"{k}={v}" for k, v in values.items()), f"{method}_*", given)
 
 
 def _datasets(state: Translation, where: str) -> None:
@@ -232,9 +297,14 @@ def _datasets(state: Translation, where: str) -> None:
         for name in names:
             state.record(TRANSLATED, "dataset", name, f"data.name: {name}")
         state.record(SAME, "dataset_dir", "ONLINE", "the datasets are on the Hub")
-        state.recipe["data.name"] = names[0] if len(names) == 1 else names
-        return
-    _described(state, names, _found_from(where, folder), where)
+        sources = [_first_examples(state, name, name, on_hub=True) for name in names]
+        state.recipe["data.name"] = (
+            sources[0] if sources[1:] == [] and isinstance(sources[0], str) else sources
+        )
+    else:
+        _described(state, names, _found_from(where, folder), where)
+    if (most := state.take("max_samples")) and not any(entry.key == "max_samples" for entry in state.entries):
+        state.unsupported("max_samples", most, "name a smaller file, or a split such as `train[:1000]`")
 
 
 def _found_from(where: str, folder: Path) -> Path:
@@ -251,13 +321,16 @@ def _described(state: Translation, names: list[str], folder: Path, where: str) -
     if "dataset_dir" in state.given:
         state.record(SAME, "dataset_dir", state.given["dataset_dir"], f"read dataset_info.json in {folder}")
     sources, columns, roles = [], {}, {}
+    missing = f"no entry of this name in {folder / 'dataset_info.json'}"
+    if str(folder).startswith("REMOTE:"):
+        missing = f"its description is in the Hub repository {str(folder).removeprefix('REMOTE:')}"
     for name in names:
         info = known.get(name)
         if info is None:
             state.unsupported(
                 "dataset",
                 name,
-                f"no entry of this name in {folder / 'dataset_info.json'}; write its path into `data.name`",
+                f"{missing}; write its path into `data.name`",
             )
             sources.append(name)
             continue
@@ -265,7 +338,11 @@ def _described(state: Translation, names: list[str], folder: Path, where: str) -
             raise common.not_sft(TOOL, f"preference data ({name})", where)
         if {"images", "videos", "audios"} & set(info.get("columns") or {}):
             raise common.not_sft(TOOL, f"data with images, audio or video ({name})", where)
-        sources.append(_source(info, folder))
+        sources.append(_first_examples(state, name, _source(info, folder), on_hub="file_name" not in info))
+        has_input = "query" in (info.get("columns") or {"query": "input"})
+        if info.get("formatting", "alpaca") == "alpaca" and has_input:
+            text = "LLaMA-Factory joins the instruction and the input with one line break, and finetune "
+            state.record(DIFFERS, f"dataset.{name}.formatting", "alpaca", f"{text}with an empty line")
         for ours, theirs in _columns(info).items():
             common.column(state, columns, ours, theirs, f"dataset.{name}.columns")
         for key in ("num_samples", "folder", *(() if info.get("hf_hub_url") else ELSEWHERE)):
@@ -291,14 +368,48 @@ def _described(state: Translation, names: list[str], folder: Path, where: str) -
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     state.recipe |= {"data.columns": columns} if columns else {}
     state.recipe |= {"data.role_map": roles} if roles else {}
-    if (tests := state.take("eval_dataset")) is not None:
-        first, _, others = str(tests).partition(",")
-        info = known.get(first.strip())
-        path = _source(info, folder) if info else first.strip()
-        if others or not isinstance(path, str):
-            state.unsupported("eval_dataset", tests, "`data.validation` takes one file or folder")
-        else:
-            state.set("data.validation", path, "eval_dataset", tests)
+    _eval_dataset(state, known, folder)
+
+
+def _eval_dataset(state: Translation, known: dict[str, Any], folder: Path) -> None:
+    if (tests := state.take("eval_dataset")) is None:
+        return
+    first, _, others = str(tests).partition(",")
+    info = known.get(first.strip())
+    path = _source(info, folder) if info else first.strip()
+    if others or not isinstance(path, str):
+        state.unsupported("eval_dataset", tests, "`data.validation` takes one file or folder")
+    else:
+        state.set("data.validation", path, "eval_dataset", tests)
+
+
+def _first_examples(state: Translation, name: str, source: Any, *, on_hub: bool) -> Any:
+    """Return a source with only its first `max_samples` examples, if it is on the Hub."""
+    if not (most := state.source.get("max_samples")):
+        return source
+    if on_hub:
+        given = source if isinstance(source, dict) else {"name": source}
+        split = f"{given.get('split', 'train')}[:{most}]"
+        state.record(TRANSLATED, "max_samples", most, f"split: {split} of {given['name']}")
+        return given | {"split": split}
+    number = _examples_in(Path(source))
+    if number and number <= int(most):
+        state.record(SAME, "max_samples", most, f"the file of {name} has {number} examples")
+    else:
+        text = f"finetune reads the whole file of {name}; save its first {most} examples to another file"
+        state.unsupported("max_samples", most, text)
+    return source
+
+
+def _examples_in(path: Path) -> int | None:
+    """Return the number of examples in a small JSON file, or `None` if it is not known."""
+    if path.suffix not in (".json", ".jsonl") or not path.is_file() or path.stat().st_size > LARGEST:
+        return None
+    try:
+        text = regular_files.read_text(path)
+        return len(json.loads(text)) if text.lstrip().startswith("[") else len(text.strip().splitlines())
+    except (OSError, ValueError):
+        return None
 
 
 def _dataset_info(folder: Path) -> dict[str, Any]:
@@ -333,7 +444,10 @@ def _columns(info: dict[str, Any]) -> dict[str, str]:
 def _adapter(state: Translation) -> None:
     kind = state.take("finetuning_type", "lora")
     bits = state.take("quantization_bit")
-    quantized = {None: "", 4: "nf4", 8: "int8"}.get(bits, "")
+    four = state.take("quantization_type", "nf4")
+    quantized = {None: "", 4: four, 8: "int8"}.get(bits, "")
+    if "quantization_type" in state.given:
+        state.record(TRANSLATED, "quantization_type", four, "see quantization_bit")
     if bits and not quantized:
         state.unsupported(
             "quantization_bit", bits, "finetune quantizes to 4 bits (nf4, fp4) and 8 bits (int8, fp8)"
@@ -363,18 +477,7 @@ def _adapter(state: Translation) -> None:
                 state.apply_rule(key, state.source.pop(key), Rule(f"adapter.{name}"))
         target = state.take("oft_target", "all")
     else:
-        target = state.take("lora_target", "all")
-        rank = int(state.take("lora_rank", 8))
-        state.source["lora_rank"] = rank
-        state.source.setdefault("lora_alpha", None)
-        if state.source["lora_alpha"] is None:
-            state.source.pop("lora_alpha")
-            state.keep_default("adapter.lora_alpha", 2 * rank, 32, "LLaMA-Factory uses twice the rank")
-        if "lora_rank" not in state.given:
-            state.keep_default("adapter.r", state.take("lora_rank"), 16)
-        common.lora(state, {"lora_rank": "r", "lora_alpha": "lora_alpha"}, quantized)
-        if kind == "lora":
-            state.record(TRANSLATED, "finetuning_type", kind, f"adapter.type: {state.recipe['adapter.type']}")
+        target = _lora(state, kind, quantized)
     modules = "all-linear" if target == "all" else [name.strip() for name in target.split(",")]
     name = "oft_target" if kind == "oft" else "lora_target"
     if name in state.given:
@@ -383,6 +486,23 @@ def _adapter(state: Translation) -> None:
         state.keep_default("adapter.target_modules", modules, "all-linear")
     if not quantized:
         common.keep_unquantized(state)
+
+
+def _lora(state: Translation, kind: str, quantized: str) -> str:
+    """Translate a LoRA adapter, and return its target."""
+    target = state.take("lora_target", "all")
+    rank = int(state.take("lora_rank", 8))
+    state.source["lora_rank"] = rank
+    state.source.setdefault("lora_alpha", None)
+    if state.source["lora_alpha"] is None:
+        state.source.pop("lora_alpha")
+        state.keep_default("adapter.lora_alpha", 2 * rank, 32, "LLaMA-Factory uses twice the rank")
+    if "lora_rank" not in state.given:
+        state.keep_default("adapter.r", state.take("lora_rank"), 16)
+    common.lora(state, {"lora_rank": "r", "lora_alpha": "lora_alpha"}, quantized)
+    if kind == "lora":
+        state.record(TRANSLATED, "finetuning_type", kind, f"adapter.type: {state.recipe['adapter.type']}")
+    return target
 
 
 def _template(state: Translation) -> None:
@@ -416,6 +536,7 @@ def _attention(state: Translation) -> None:
 
 
 def _defaults(state: Translation) -> None:
+    common.keep_without_router_loss(state)
     common.keep_trainer_defaults(state, max_length=2048, learning_rate=5e-5)
     state.keep_default("data.train_on", "assistant", "assistant", "both train on the answers only")
     text = "LLaMA-Factory cuts prompts and answers of a longer example; finetune never cuts an answer"

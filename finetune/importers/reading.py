@@ -99,9 +99,9 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
                 Problem(f"finetune can't import {kind}", where=str(path), fix=instead, code="import")
             )
     words = _command_words(text, str(path))
-    if not words and _SCRIPT.search(text):
+    if not words and (path.suffix == ".py" or _SCRIPT.search(text)):
         instead = "write the values of its SFTConfig and ModelConfig into a YAML file, and import that file"
-        what = "finetune can't import a Python script of TRL"
+        what = f"finetune can't import a Python script{' of TRL' if _SCRIPT.search(text) else ''}"
         raise UserError(Problem(what, where=str(path), fix=instead, code="import"))
     source = _arguments(words, str(path)) if words else _yaml(text, str(path))
     for key, (kind, instead) in OTHER_CONFIGS.items():

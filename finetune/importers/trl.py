@@ -8,13 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune.importers import common
-from finetune.importers.translation import SAME, TRANSLATED, Rule, Translation
+from finetune.importers.translation import DIFFERS, SAME, TRANSLATED, Rule, Translation
 
 TOOL = "TRL"
 RULES = {
     "model_revision": Rule("model.revision"),
-    "dtype": Rule(same=common.LAUNCH),
-    "torch_dtype": Rule(same=common.LAUNCH),
     "dataset_name": Rule("data.name"),
     "dataset_config": Rule("data.subset"),
     "dataset_train_split": Rule("data.split"),
@@ -36,9 +34,7 @@ RULES = {
     "lora_task_type": Rule(same="finetune trains causal language models"),
     "lora_modules_to_save": Rule("adapter.modules_to_save"),
     "lora_target_parameters": Rule("adapter.target_parameters"),
-    "bnb_4bit_quant_type": Rule(reason="`model.quantization: fp4` has this type", off=(None, "nf4")),
     "streaming": Rule("data.streaming"),
-    "test_split_size": Rule("data.validation_fraction", float),
     **{
         name: Rule(reason="`finetune train --accelerate FILE` takes the settings of the launch")
         for name in (
@@ -121,16 +117,17 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)
     common.duration(state)
+    if config := state.take("accelerate_config"):
+        _launch(state, str(config))
+    common.launch(state, gpus)
     _validation(state)
+    _dtype(state)
     mode = state.take("truncation_mode", "keep_start")
     text = "TRL cuts a longer example; finetune never cuts an answer and skips it; see `data.too_long`"
     state.unsupported("truncation_mode", mode, text)
     if "max_length" in state.source and state.source["max_length"] is None:
         text = "finetune needs a length; set `data.max_length` to the longest example of `finetune data`"
         state.unsupported("max_length", state.take("max_length"), text)
-    if config := state.take("accelerate_config"):
-        _launch(state, str(config))
-    common.launch(state, gpus)
     state.apply(RULES)
     common.trainer_arguments(state)
     _defaults(state)
@@ -138,7 +135,10 @@ def translate(state: Translation, where: str, gpus: int) -> None:
 
 
 def _adapter(state: Translation) -> None:
-    bits = {"nf4": state.take("load_in_4bit", False), "int8": state.take("load_in_8bit", False)}
+    four = state.take("bnb_4bit_quant_type", "nf4")
+    if "bnb_4bit_quant_type" in state.given:
+        state.record(TRANSLATED, "bnb_4bit_quant_type", four, "see load_in_4bit")
+    bits = {four: state.take("load_in_4bit", False), "int8": state.take("load_in_8bit", False)}
     quantized = next((name for name, on in bits.items() if on), "")
     if not state.take("use_peft", False):
         for name in [name for name in state.source if name.startswith(("lora_", "use_dora", "use_rslora"))]:
@@ -151,12 +151,12 @@ def _adapter(state: Translation) -> None:
         return
     modules = state.take("lora_target_modules")
     common.lora(state, ADAPTER, quantized)
-    for name, size in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+    for name, size in (("load_in_4bit", four), ("load_in_8bit", "int8")):
         if state.given.get(name):
             state.record(TRANSLATED, name, True, f"model.quantization: {size}")
-    if quantized == "nf4" and (nested := state.take("use_bnb_nested_quant", False)):
+    if quantized == four and (nested := state.take("use_bnb_nested_quant", False)):
         state.record(SAME, "use_bnb_nested_quant", nested, "finetune has double quantization")
-    elif quantized == "nf4":
+    elif quantized == four:
         text = "TRL has no double quantization by default, and finetune always has it"
         state.unsupported("use_bnb_nested_quant", False, text)
     state.record(TRANSLATED, "use_peft", True, f"adapter.type: {state.recipe['adapter.type']}")
@@ -206,11 +206,27 @@ def _defaults(state: Translation) -> None:
 
 def _validation(state: Translation) -> None:
     """Translate the settings of evaluation. finetune has no validation set if the recipe names none."""
-    common.evaluations(state, ("eval_strategy",))
-    if state.given.get("eval_strategy") in ("steps", "epoch") and not state.source.get("test_split_size"):
+    if size := state.take("test_split_size"):
+        state.set("data.validation_fraction", float(size), "test_split_size", size)
+    elif state.given.get("eval_strategy") in ("steps", "epoch"):
         split = state.take("dataset_test_split", "test")
         text = "set `data.validation` to a file or `data.validation_fraction`"
         state.unsupported("dataset_test_split", split, text)
+    common.evaluations(state, ("eval_strategy",), ("num_train_epochs", 3.0), 10)
+
+
+def _dtype(state: Translation) -> None:
+    """Record the dtype of the weights. TRL loads them in fp32 by default."""
+    name = "torch_dtype" if state.source.get("torch_dtype") else "dtype"
+    dtype = str(state.take(name, "float32"))
+    is_full, is_quantized = state.recipe["adapter.type"] == "full", "load_in_4bit" in state.given
+    if is_full == (dtype == "float32") or is_quantized:
+        state.record(SAME, name, dtype, common.LAUNCH)
+    elif is_full:
+        state.record(DIFFERS, name, dtype, "finetune trains fp32 weights in mixed precision; kept fp32")
+    else:
+        text = "TRL loads the frozen weights in fp32; finetune loads them in the precision of the launch"
+        state.record(DIFFERS, name, dtype, f"{text}, in half the memory; kept finetune's default")
 
 
 def _launch(state: Translation, config: str) -> None:

@@ -362,8 +362,9 @@ class Eval(Section):
     """Validation examples for which the answers of both models are shown side by side."""
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Sequences that are generated or scored together. `auto`: as many as fit in memory, at most 64."""
-    eval_steps: int | None = Field(default=None, ge=1)
-    """Training steps between two evaluations on the validation set; `null`: only at the end."""
+    eval_steps: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Training steps between two evaluations on the validation set. A number below 1 is a share of the run.
+    `null`: only at the end."""
     metric_for_best_model: Annotated[str, BeforeValidator(_metric_of)] = "loss"
     """Metric that selects the best weights: `loss`, `eval_loss`, `exact_match`, or a task's metric such as
     `arc_easy/acc`."""

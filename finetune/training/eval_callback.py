@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from finetune.adapters import adalora, trainable_parameters
+from finetune.autoconfig import batch_size
 from finetune.data.preparation import held_out
 from finetune.evaluation import lm_eval_harness, scoring
 from finetune.models import tokenizer_setup
@@ -66,6 +67,10 @@ class Validate(TrainerCallback):
         """Return whether early stopping ends the run."""
         return self.patience is not None and self.without_better >= self.patience
 
+    def steps_between(self, state: TrainerState) -> int:
+        """Return the steps between two evaluations; all steps without `eval.eval_steps`."""
+        return batch_size.steps_between(self.settings.eval_steps or state.max_steps, state.max_steps)
+
     def state_dict(self) -> dict[str, Any]:
         counts = {"times": self.times, "without_better": self.without_better}
         best = {"best": self.best, "best_step": self.best_step, "best_loss": self.best_loss}
@@ -85,7 +90,7 @@ class Validate(TrainerCallback):
         **kwargs: object,
     ) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
-        if not last and (self.settings.eval_steps is None or step % self.settings.eval_steps):
+        if not last and step % self.steps_between(state):
             return
         started, training = time.perf_counter(), model.training
         scores = self.measure(model)
@@ -160,7 +165,7 @@ class Validate(TrainerCallback):
     def restore(self, model: nn.Module, state: TrainerState, checks: RunChecks) -> None:
         """Restore the best weights, and add a run check that counts the evaluations."""
         steps = state.global_step
-        every = self.settings.eval_steps or steps
+        every = self.steps_between(state)
         expected = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
         checks.add("eval.eval_steps", expected, self.times, "evaluations that ran")
         if not self.weights:

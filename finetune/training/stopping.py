@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from finetune.autoconfig import optimizer_choice
+from finetune.autoconfig import batch_size, optimizer_choice
 from finetune.checkpointing import serialization
 from finetune.core import signals
 from finetune.core.errors import Exit, Problem, Stopped, UserError
@@ -159,8 +158,8 @@ class Schedule(TrainerCallback):
     ) -> None:
         self.saved_at, self.longest = time.monotonic(), 0.0
         self.stepped_at: float | None = None
-        save_steps = self.train.save_steps or 500  # the default of transformers
-        self.every = save_steps if save_steps >= 1 else math.ceil(save_steps * state.max_steps)
+        # 500 is the default of transformers
+        self.every = batch_size.steps_between(self.train.save_steps or 500, state.max_steps)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

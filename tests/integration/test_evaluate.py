@@ -205,7 +205,7 @@ def test_evaluating_does_not_change_the_training(train, two_layers, task_files) 
     named = f"eval.tasks={json.dumps([task_files[0], task_files[1]])}"
     watched = train(
         *asked,
-        "eval.eval_steps=2",
+        "eval.eval_steps=0.4",  # a share of four steps
         "eval.load_best_model_at_end=false",
         "eval.metric_for_best_model=choice/acc",
         "eval.limit=4",
@@ -215,7 +215,9 @@ def test_evaluating_does_not_change_the_training(train, two_layers, task_files) 
     weights = [(run.adapter / "adapter_model.safetensors").read_bytes() for run in (plain, watched)]
     assert weights[0] == weights[1]
     lines = [line for line in metrics(watched) if "eval_loss" in line]
-    assert len(lines) == 2 and all(0 <= line["eval_choice/acc"] <= 1 for line in lines)
+    assert [line["step"] for line in lines] == [2, 4]
+    assert run_checks(watched)["eval.eval_steps"]["actual"] == "2"
+    assert all(0 <= line["eval_choice/acc"] <= 1 for line in lines)
     assert [line["loss"] for line in metrics(plain)] == [x["loss"] for x in metrics(watched) if "loss" in x]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from finetune.autoconfig.batch_size import count_steps, split_batch
+from finetune.autoconfig.batch_size import count_steps, split_batch, steps_between
 from finetune.core import paths, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.experiments.runner import varied_keys
@@ -347,4 +347,8 @@ def steps_of(recipe: Recipe, rows: int | None) -> int:
 
 def every(recipe: Recipe, search: Search, rows: int | None) -> int:
     """Return the number of steps between two evaluations of a trial."""
-    return recipe.eval.eval_steps or -(-steps_of(recipe, rows) // search.evaluations)
+    stated = recipe.eval.eval_steps
+    if isinstance(stated, int):
+        return stated
+    steps = steps_of(recipe, rows)
+    return steps_between(stated, steps) if stated else -(-steps // search.evaluations)

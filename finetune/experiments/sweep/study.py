@@ -196,8 +196,9 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
 def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:
     search = space.search
     most = search.evaluations
-    if recipe.eval.eval_steps and recipe.train.max_steps:
-        most = -(-recipe.train.max_steps // recipe.eval.eval_steps)
+    stated, steps = recipe.eval.eval_steps, recipe.train.max_steps
+    if stated and (stated < 1 or steps):
+        most = math.ceil(1 / stated if stated < 1 else (steps or 1) / stated)
     if search.pruner == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=search.startup_trials, n_warmup_steps=0)
     if search.pruner == "hyperband":
@@ -232,7 +233,7 @@ def introduce(job: Search) -> None:
     screen.table(f"search space of {request.folder}", ("key", "values"), rows)
     search, best = job.space.search, job.recipe.eval.metric_for_best_model
     often = (
-        f"every {job.recipe.eval.eval_steps} steps"
+        f"every {search_space.every(job.recipe, search, job.found.rows)} steps"
         if job.recipe.eval.eval_steps
         else f"{search.evaluations} times"
     )

@@ -331,15 +331,17 @@ def test_a_sweep_of_what_no_recipe_can_have_is_exit_2(key: str, said: str, small
     assert said in text and "space.yaml:2:" in text and not (tmp_path / "sweep.yaml").exists()
 
 
-def test_a_sweep_of_epochs_is_evaluated_too(small, tmp_path, capsys) -> None:
+@pytest.mark.parametrize(("stated", "steps"), [("null", 6), ("0.3", 8), ("5", 5)])
+def test_a_sweep_of_epochs_is_evaluated_too(stated, steps, small, tmp_path, capsys) -> None:
     """Its metric would never be logged. What only this machine can't run stays, and is said."""
     asked = space(tmp_path, "space: {train.optim: {choices: [adamw_torch, paged_adamw_8bit]}}")
     given = [*small, "train.max_steps=null", "train.num_train_epochs=2", "train.effective_batch_size=8"]
+    given.append(f"eval.eval_steps={stated}")
     words = ["sweep", str(QUICKSTART), *given, "--space", str(asked.path)]
     target = tmp_path / "sweep.yaml"
     assert main.main([*words, "--export-wandb", str(target)]) == 0
     found = yaml.safe_load(target.read_text())
-    assert "eval.eval_steps=6" in found["command"]  # of 24 steps, four times
+    assert f"eval.eval_steps={steps}" in found["command"]  # of 24 steps: four times, or a share of the run
     assert found["parameters"]["train.optim"] == {"values": ["adamw_torch", "paged_adamw_8bit"]}
     assert "train.optim: not here: paged_adamw_8bit: a paged" in capsys.readouterr().out
     words += ["data.validation=null", "--export-wandb", str(target)]

@@ -156,16 +156,27 @@ def test_key_is_translated(tool, key, value, expected, tmp_path) -> None:
     ("tool", "key", "value", "kind"),
     [
         ("axolotl", "loss_watchdog_threshold", 5.0, NOT_SUPPORTED),
-        ("axolotl", "evals_per_epoch", 4, NOT_SUPPORTED),
+        ("axolotl", "evals_per_epoch", 4, SAME),  # there is no validation set
         ("axolotl", "evals_per_epoch", 0, SAME),
         ("axolotl", "torch_compile_mode", "max-autotune", TRANSLATED),
         ("axolotl", "wandb_project", "mine", NOT_SUPPORTED),
+        ("axolotl", "use_tensorboard", True, TRANSLATED),
+        ("axolotl", "optim_target_modules", ["q_proj"], NOT_SUPPORTED),  # of another optimizer
+        ("axolotl", "bf16", False, NOT_SUPPORTED),
+        ("axolotl", "qat", {"weight_dtype": "nvfp4"}, NOT_SUPPORTED),
+        ("axolotl", "eta_min", 1e-7, SAME),
+        ("llamafactory", "bf16", False, SAME),
+        ("llamafactory", "group_by_length", True, TRANSLATED),
+        ("llamafactory", "pipeline_model_parallel_size", 2, NOT_SUPPORTED),
+        ("trl", "dtype", "bfloat16", SAME),
+        ("trl", "dtype", "float32", DIFFERS),
+        ("trl", "bf16", False, NOT_SUPPORTED),
         ("axolotl", "wandb_project", None, SAME),
         ("axolotl", "special_tokens", {"pad_token": "<pad>"}, SAME),
         ("axolotl", "special_tokens", {"eos_token": "<end>"}, NOT_SUPPORTED),
         ("axolotl", "attn_implementation", "xformers", NOT_SUPPORTED),
         ("axolotl", "micro_bacth_size", 1, NOT_SUPPORTED),
-        ("llamafactory", "use_galore", True, NOT_SUPPORTED),
+        ("llamafactory", "use_badam", True, NOT_SUPPORTED),
         ("llamafactory", "use_galore", False, SAME),
         ("llamafactory", "max_samples", 1000, NOT_SUPPORTED),
         ("llamafactory", "plot_loss", True, SAME),
@@ -175,9 +186,9 @@ def test_key_is_translated(tool, key, value, expected, tmp_path) -> None:
         ("axolotl", "lr_scheduler", "one_cycle", NOT_SUPPORTED),
         ("axolotl", "chat_template_jinja", "{{ messages }}", NOT_SUPPORTED),
         ("axolotl", "chat_template", "phi_3", DIFFERS),
-        ("axolotl", "comet_workspace", "mine", NOT_SUPPORTED),
+        ("axolotl", "comet_workspace", "mine", SAME),  # Comet is off
         ("axolotl", "dpo_label_smoothing", 0.1, SAME),
-        ("llamafactory", "galore_rank", 16, NOT_SUPPORTED),
+        ("llamafactory", "galore_rank", 16, SAME),
         ("llamafactory", "template", "qwen3", DIFFERS),
         ("trl", "mixed_precision", "bf16", NOT_SUPPORTED),
         ("trl", "chat_template_path", "org/model", NOT_SUPPORTED),
@@ -318,9 +329,8 @@ def test_other_training_is_refused_and_names_the_tool(tool, given, tmp_path) -> 
     with pytest.raises(UserError) as raised:
         imported(tmp_path, tool, **given)
     (problem,) = raised.value.problems
-    assert (
-        "supervised fine-tuning only" in problem.what
-        and problem.fix == f"train it with {reading.TOOLS[tool].TOOL}"
+    assert "supervised fine-tuning only" in problem.what and problem.fix.startswith(
+        f"train it with {reading.TOOLS[tool].TOOL}"
     )
 
 
@@ -531,19 +541,19 @@ def test_no_key_that_an_importer_reads_is_dropped(tool, tmp_path) -> None:
         ("axolotl", {"optimizer": "muon"}, "optimizer"),
         ("axolotl", {"lr_scheduler": "rex"}, "lr_scheduler"),
         ("axolotl", {"val_set_size": 200}, "val_set_size"),
-        ("axolotl", {"eval_steps": 0.05}, "eval_steps"),
+        ("axolotl", {"eval_steps": 5, "val_set_size": 0.1, "deepspeed": "zero3.json"}, "eval_steps"),
         ("axolotl", {"excess_length_strategy": "truncate"}, "excess_length_strategy"),
-        ("axolotl", {"max_steps": 50, "saves_per_epoch": 2}, "saves_per_epoch"),
+        ("axolotl", {"use_wandb": True, "wandb_mode": "offline"}, "wandb_mode"),
+        ("axolotl", {"model_config": {"rope_theta": 1e6}}, "model_config"),
         ("axolotl", {"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, "plugins"),
-        ("axolotl", {"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, "bnb_config_kwargs"),
+        ("axolotl", {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}}, "bnb_config_kwargs"),
         ("llamafactory", {"val_size": 100}, "val_size"),
         ("llamafactory", {"optim": "adamw_apex_fused"}, "optim"),
         ("llamafactory", {"eval_dataset": "mine,chats"}, "eval_dataset"),
         ("llamafactory", {"eval_dataset": "hub"}, "eval_dataset"),
-        ("llamafactory", {"quantization_bit": 4, "quantization_type": "fp4"}, "quantization_type"),
         ("llamafactory", {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
         ("llamafactory", {"enable_thinking": False}, "enable_thinking"),
-        ("llamafactory", {"eval_strategy": "epoch", "val_size": 0.1}, "eval_strategy"),
+        ("llamafactory", {"eval_strategy": "epoch", "val_size": 0.1, "max_steps": 50}, "eval_strategy"),
         ("trl", {"max_length": None}, "max_length"),
         ("trl", {"eval_strategy": "steps", "eval_steps": 10}, "dataset_test_split"),
         ("trl", {"load_in_4bit": True}, "use_bnb_nested_quant"),
@@ -561,15 +571,137 @@ def test_values_that_finetune_does_not_take_are_listed_and_the_recipe_loads(
     loader.load(path)
 
 
+@pytest.mark.parametrize(
+    ("tool", "given", "steps", "best"),
+    [
+        ("axolotl", {"evals_per_epoch": 4, "num_epochs": 2}, 0.125, False),
+        ("axolotl", {"evals_per_epoch": 4, "saves_per_epoch": 2, "num_epochs": 2}, 0.125, True),
+        ("axolotl", {"evals_per_epoch": 3, "saves_per_epoch": 2}, 0.333333, False),
+        ("axolotl", {"evals_per_epoch": 2, "max_steps": 50}, 0.5, False),
+        ("axolotl", {"evals_per_epoch": 1}, None, None),
+        ("axolotl", {"eval_steps": 0.05, "save_steps": 0.1}, 0.05, True),
+        ("axolotl", {"eval_strategy": "epoch", "num_epochs": 2}, 0.5, False),
+        ("llamafactory", {"eval_strategy": "epoch", "num_train_epochs": 4}, 0.25, False),
+        ("llamafactory", {"eval_strategy": "steps"}, 500, False),
+        ("llamafactory", {"eval_strategy": "steps", "logging_steps": 20}, 20, False),
+        ("trl", {"eval_strategy": "steps"}, 10, False),
+        ("trl", {"eval_strategy": "steps", "eval_steps": 0.2}, 0.2, False),
+        ("trl", {"eval_strategy": "steps", "eval_steps": 5, "accelerate_config": "fsdp2"}, None, None),
+    ],
+)
+def test_evaluations_during_training_are_those_of_the_tool(tool, given, steps, best, tmp_path) -> None:
+    size = {"axolotl": "val_set_size", "llamafactory": "val_size", "trl": "test_split_size"}[tool]
+    state = imported(tmp_path, tool, **{size: 0.1}, **given)
+    assert state.recipe.get("eval.eval_steps") == steps
+    assert state.recipe.get("eval.load_best_model_at_end") is best
+    assert set(given) <= {entry.key for entry in state.entries} | {"accelerate_config"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_text.write(state, "theirs.yaml"))
+    loader.load(path)
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "expected"),
+    [
+        (
+            "axolotl",
+            {"use_wandb": True, "wandb_name": "mine", "mlflow_experiment_name": "a"},
+            {"train.report_to": ["wandb", "mlflow"], "train.run_name": "mine"},
+        ),
+        ("axolotl", {"wandb_project": "mine"}, {"train.report_to": "wandb"}),
+        ("axolotl", {"wandb_name": "mine"}, {"train.report_to": None, "train.run_name": None}),
+        (
+            "axolotl",
+            {"qat": {"activation_dtype": "int8", "weight_dtype": "int4", "group_size": 16}},
+            {
+                "speed.qat": {
+                    "config": "Int8DynamicActivationIntxWeightConfig",
+                    "weight_dtype": "int4",
+                    "group_size": 16,
+                }
+            },
+        ),
+        (
+            "axolotl",
+            {"adapter": "qlora", "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}},
+            {"adapter.type": "lora", "model.quantization": "fp4"},
+        ),
+        ("axolotl", {}, {"train.router_aux_loss_coef": 0.0}),
+        ("axolotl", {"model_config": {"output_router_logits": True}}, {"train.router_aux_loss_coef": None}),
+        (
+            "axolotl",
+            {"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"},
+            {"train.lr_scheduler_type": "linear", "train.lr_scheduler_kwargs": None},
+        ),
+        (
+            "axolotl",
+            {"optimizer": "galore_adamw", "optim_target_modules": "all_linear", "optim_args": {"rank": 4}},
+            {"train.optim_target_modules": "all-linear", "train.optim_args": "rank=4"},
+        ),
+        (
+            "llamafactory",
+            {"finetuning_type": "full", "use_galore": True, "galore_rank": 4, "galore_layerwise": True},
+            {
+                "train.optim": "galore_adamw_layerwise",
+                "train.optim_target_modules": "all-linear",
+                "train.optim_args": "rank=4, update_proj_gap=200, scale=2.0, proj_type=std",
+            },
+        ),
+        (
+            "llamafactory",
+            {"quantization_bit": 4, "quantization_type": "fp4"},
+            {"adapter.type": "lora", "model.quantization": "fp4"},
+        ),
+        (
+            "llamafactory",
+            {"dataset": "hub", "max_samples": 100},
+            {"data.name": [{"name": "someone/rows", "subset": "en", "split": "train[:100]"}]},
+        ),
+        (
+            "trl",
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+            {"adapter.type": "lora", "model.quantization": "fp4"},
+        ),
+    ],
+)
+def test_settings_of_several_keys_are_translated(tool, given, expected, tmp_path) -> None:
+    state = imported(tmp_path, tool, **given)
+    assert {key: state.recipe.get(key) for key in expected} == expected
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_text.write(state, "theirs.yaml"))
+    loader.load(path)
+
+
+def test_defaults_that_change_the_training_are_named(tmp_path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL | {"adapter": None, "bf16": "auto"}))
+    state = reading.import_recipe(path, gpus=2)
+    assert state.recipe["train.average_tokens_across_devices"] is False
+    texts = {entry.key: entry.text for entry in state.entries if entry.kind == DIFFERS}
+    assert "16-bit weights" in texts["adapter.type"]
+    texts = {entry.key: entry.text for entry in imported(tmp_path, "llamafactory").entries}
+    assert "one line break" in texts["dataset.mine.formatting"]
+
+
+def test_few_examples_of_a_file_need_no_limit(tmp_path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text('{"instruction": "a", "output": "b"}\n' * 3)
+    for most, kind in ((3, SAME), (2, NOT_SUPPORTED)):
+        state = imported(tmp_path, "llamafactory", max_samples=most, dataset_dir=str(tmp_path / "data"))
+        assert kind_of(state, "max_samples") == {kind}
+
+
 def test_weights_of_the_last_step_are_kept_as_in_the_tools(tmp_path) -> None:
     for tool, size in (("axolotl", "val_set_size"), ("llamafactory", "val_size")):
-        given = {size: 0.1, "eval_steps": 10}
+        given = {size: 0.1, "eval_steps": 10, "save_steps": 15}
         recipe = imported(tmp_path, tool, eval_strategy="steps", **given).recipe
         assert recipe["eval.eval_steps"] == 10 and recipe["eval.load_best_model_at_end"] is False
+        given["save_steps"] = 20
         best = imported(tmp_path, tool, load_best_model_at_end=True, **given).recipe
         assert best["eval.load_best_model_at_end"] is True
-    recipe = imported(tmp_path, "axolotl", eval_strategy="epoch", val_set_size=0.1, eval_steps=10).recipe
-    assert "eval.eval_steps" not in recipe
+    given = {"val_set_size": 0.1, "eval_steps": 10}
+    recipe = imported(tmp_path, "axolotl", eval_strategy="epoch", **given).recipe
+    assert "eval.eval_steps" not in recipe  # one epoch
 
 
 @pytest.mark.parametrize("second", ["answer", "output"])
@@ -612,7 +744,11 @@ def test_a_script_of_trl_and_other_configs_say_what_they_are(tmp_path) -> None:
         f'"""\npython trl/scripts/sft.py \\\n  --model_name_or_path {MODEL} --dataset_name a\n"""\n'
     )
     assert reading.import_recipe(script).recipe["data.name"] == "a"
+    script.write_text("print('no trainer here')\n")
+    with pytest.raises(UserError, match="can't import a Python script "):
+        reading.import_recipe(script)
+    config = tmp_path / "config.yaml"
     for text, what in (("compute_environment: LOCAL\n", "accelerate config"), ("train_dataset: a\n", "v1")):
-        script.write_text(text)
+        config.write_text(text)
         with pytest.raises(UserError, match=what):
-            reading.import_recipe(script)
+            reading.import_recipe(config)
