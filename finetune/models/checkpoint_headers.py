@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.core.weight_files import DOWNLOAD, find_weight_files
+from finetune.quantization import four_bit_state, stored_tensors, stored_weights
+from finetune.quantization.four_bit_state import StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
 MOST_DIMENSIONS = 16
+LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
 LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
 # Bits per value, by dtype names of the safetensors format
 _BITS = {
@@ -37,7 +40,12 @@ def tensors(folder: Path, key: str = "model.name") -> dict[str, list[int]]:
     Raises:
         UserError: a file is missing, truncated or not safetensors (exit 2).
     """
-    found: dict[str, list[int]] = {}
+    return {name: tensor.shape for name, tensor in stored(folder, key).items()}
+
+
+def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
+    """Return the dtype and shape of each tensor, as `tensors` does."""
+    found: dict[str, StoredTensor] = {}
     for path in find_weight_files(folder, key):
         try:
             found |= _header(path)
@@ -65,6 +73,21 @@ def lacks(stored: Collection[str], parameters: Iterable[str]) -> list[str]:
     return [name for name in parameters if name not in stored and _LAYER.sub(".*.", name) in layered]
 
 
+def check_quantized(folder: Path, declared: dict[str, Any]) -> dict[str, StoredTensor]:
+    """Check that quantized weights have scales that fit, and return the tensors by name.
+
+    Args:
+        declared: the `quantization_config` of the model; empty if it has none.
+
+    Raises:
+        UserError: a scale is missing or does not fit, or a file is damaged (exit 2).
+    """
+    found = stored(folder)
+    if wrong := stored_tensors.problems(stored_weights.format_of(declared), declared, found):
+        raise UserError(*wrong)
+    return found
+
+
 def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]) -> None:
     """Check that the weights have the shapes of config.json (exit 2).
 
@@ -83,8 +106,8 @@ def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Seque
     raise UserError(Problem(what, "model.name", found=found, fix=DOWNLOAD, code="model-files"))
 
 
-def _header(path: Path) -> dict[str, list[int]]:
-    """Return the shapes in the header of a file (format: https://huggingface.co/docs/safetensors).
+def _header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in the header of a file (format: https://huggingface.co/docs/safetensors).
 
     `safe_open` of safetensors would import numpy, which takes a fifth of the time of `finetune check`.
     """
@@ -96,13 +119,32 @@ def _header(path: Path) -> dict[str, list[int]]:
         if length > LARGEST_HEADER:
             raise ValueError(f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}")
         header = json.loads(file.read(length))
+        states = _states(file, header, 8 + length)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     ends = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if ends != size:
         raise ValueError(f"its tensors end at byte {ends:,}, the file is {size:,}")
     for name, entry in entries.items():
         _check_entry(name, entry)
-    return {name: entry["shape"] for name, entry in entries.items()}
+    return {
+        name: StoredTensor(entry["dtype"], entry["shape"], states.get(name, b""))
+        for name, entry in entries.items()
+    }
+
+
+def _states(file: IO[bytes], header: dict[str, Any], start: int) -> dict[str, bytes]:
+    """Return the content of tensors in which bitsandbytes describes 4-bit weights, by name.
+
+    Args:
+        start: the position of the first tensor in the file.
+    """
+    found = dict[str, bytes]()
+    for name in header:
+        if four_bit_state.STATE in name:
+            first, end = header[name]["data_offsets"]
+            file.seek(start + first)
+            found[name] = file.read(max(0, min(end - first, LARGEST_STATE)))
+    return found
 
 
 def _check_entry(name: str, entry: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import upstream_private
 from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
-from finetune.models import model_class, model_files, tokenizer_setup
+from finetune.models import checkpoint_headers, model_class, model_files, tokenizer_setup
 from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
@@ -39,13 +40,15 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
 
     config, storage = model_files.read_config(model), setup.storage.value
     model_files.check_weights(model)
-    stored = stored_weights.read(config)
+    stored, declared = stored_weights.read(config), stored_weights.declaration(config)
     if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(config))):
         raise UserError(*slow)
     upstream_private.set_attention_name(config, setup.attn_implementation)
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
     options["dtype"] = getattr(torch, setup.weights_dtype)
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
+    if local_path(model.name):
+        checkpoint_headers.check_quantized(Path(model.name), declared)
     # Accelerate sends the weights of rank 0 to the other ranks. DeepSpeed shards them while it loads, and
     # supports no device map.
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
@@ -58,6 +61,8 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
             loaded, found = model_files.from_hub(
                 read, model, output_loading_info=True, use_safetensors=True, **options
             )
+        if not local_path(model.name):
+            checkpoint_headers.check_quantized(_snapshot(model), declared)
         quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
         if stored:
             quantized_loading.finish(loaded, stored, storage, options["dtype"], checks)
@@ -79,6 +84,13 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
     if model.add_tokens:
         _add_rows(loaded, tokenizer_setup.added_tokens(model, tokenizer_setup.load_tokenizer(model)))
     return loaded
+
+
+def _snapshot(model: Model) -> Path:
+    """Return the folder of a model in the Hub's cache, after transformers downloaded it."""
+    config = model_files.file_on_disk(model_files.pinned(model), "config.json")
+    assert config is not None
+    return config.parent
 
 
 def choose_experts(model: PreTrainedModel, checks: RunChecks | None = None) -> None:

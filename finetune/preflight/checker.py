@@ -40,7 +40,8 @@ from finetune.preflight import (
     publish_target,
     token_checks,
 )
-from finetune.quantization import qat, stored_weights
+from finetune.quantization import four_bit_state, qat, stored_weights
+from finetune.quantization.stored_tensors import PACKED
 from finetune.recipe import adapter_types, upstream_options
 from finetune.recipe.renames import meant
 from finetune.run_folder import lock
@@ -417,10 +418,15 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     if quantized and not quantized.trains:
         return None
     listed = module_lists.read(folder / "config.json", config)
-    stored = {} if quantized else checkpoint_headers.tensors(folder)  # quantized files hold other tensors
+    stored = checkpoint_headers.check_quantized(folder, stored_weights.declaration(config))
     if missing := checkpoint_headers.lacks(stored, listed.names.parameters):
         raise UserError(checkpoint_headers.missing_weights(missing))
-    checkpoint_headers.check_shapes(stored, listed.names.shapes)
+    whole = {
+        name: four_bit_state.shape_of(name, stored)
+        for name, tensor in stored.items()
+        if tensor.dtype not in PACKED or f"{name}.absmax" in stored
+    }
+    checkpoint_headers.check_shapes(whole, listed.names.shapes)
     return listed
 
 

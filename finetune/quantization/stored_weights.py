@@ -69,7 +69,11 @@ def read(config: PreTrainedConfig | ModelConfig) -> Stored | None:
     Args:
         config: transformers' config of the model, config.json as attributes, or `None` if it is not known.
     """
-    declared = declaration(config)
+    return format_of(declaration(config))
+
+
+def format_of(declared: Mapping[str, Any]) -> Stored | None:
+    """Return the storage format of a `quantization_config`; `None` if it is empty."""
     if not declared:
         return None
     method = declared.get("quant_method")
