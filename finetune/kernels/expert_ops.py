@@ -17,6 +17,7 @@ import torch
 
 from finetune.kernels import ops
 from finetune.kernels.ops import act_of
+from finetune.kernels.registration import operator, shapes_of
 
 triton_experts: Any = None
 if torch.cuda.is_available():
@@ -24,15 +25,13 @@ if torch.cuda.is_available():
 
 # Rows that one program of the activation kernels computes. They belong to one expert.
 TILE = 64
+# Experts up to which one program finds the rows of all of them.
+MOST_EXPERTS = 4096
 # Rows of torch's grouped GEMM are a multiple of so many bytes.
 ALIGNED = 16
 
 
-@torch.library.custom_op(
-    "finetune::sort_by_expert",
-    mutates_args=(),
-    schema="(Tensor ids, int experts) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@operator("sort_by_expert(Tensor ids, int experts) -> (Tensor, Tensor, Tensor, Tensor)")
 def sort_by_expert(
     ids: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,6 +48,8 @@ def sort_by_expert(
     """
     flat = ids.flatten()
     found, order = torch.sort(flat.to(torch.int16 if experts < 2**15 else flat.dtype), stable=True)
+    if ids.is_cuda and experts <= MOST_EXPERTS:
+        return triton_experts.places_of_experts(found, order, experts)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(flat), device=ids.device)
     every = torch.arange(experts, device=ids.device, dtype=found.dtype)
@@ -65,7 +66,7 @@ def sort_by_expert(
     return order.to(narrow), places.to(narrow), ends.to(narrow), tiles.to(narrow)
 
 
-@sort_by_expert.register_fake
+@shapes_of("sort_by_expert")
 def _(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = ids.numel()
     sizes: list[Any] = [(rows,), (rows,), (experts,), (rows // TILE + experts, 3)]
@@ -73,9 +74,7 @@ def _(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torc
     return order, places, ends, tiles
 
 
-@torch.library.custom_op(
-    "finetune::rows_of_experts", mutates_args=(), schema="(Tensor x, Tensor places) -> Tensor"
-)
+@operator("rows_of_experts(Tensor x, Tensor places) -> Tensor")
 def rows_of_experts(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Copy each token of x [T, H] to its rows [N, H]."""
     if x.is_cuda:
@@ -85,16 +84,12 @@ def rows_of_experts(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@rows_of_experts.register_fake
+@shapes_of("rows_of_experts")
 def _(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return x.new_empty(places.shape[0], x.shape[1])
 
 
-@torch.library.custom_op(
-    "finetune::sum_of_experts",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor places, Tensor? weights, int tokens) -> Tensor",
-)
+@operator("sum_of_experts(Tensor rows, Tensor places, Tensor? weights, int tokens) -> Tensor")
 def sum_of_experts(
     rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, tokens: int
 ) -> torch.Tensor:
@@ -110,16 +105,12 @@ def sum_of_experts(
     return each.sum(1).to(rows.dtype)
 
 
-@sum_of_experts.register_fake
+@shapes_of("sum_of_experts")
 def _(rows: torch.Tensor, places: torch.Tensor, weights: object, tokens: int) -> torch.Tensor:
     return rows.new_empty(tokens, rows.shape[1])
 
 
-@torch.library.custom_op(
-    "finetune::grouped_mm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor ends, bool transposed) -> Tensor",
-)
+@operator("grouped_mm(Tensor x, Tensor weight, Tensor ends, bool transposed) -> Tensor")
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, transposed: bool) -> torch.Tensor:
     """Multiply the rows of each expert by its weight: x [N, in] weight^T, with weight [E, out, in].
 
@@ -140,7 +131,7 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, transp
     return out
 
 
-@grouped_mm.register_fake
+@shapes_of("grouped_mm")
 def _(x: torch.Tensor, weight: torch.Tensor, ends: object, transposed: bool) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[1 if transposed else 2])
 
@@ -156,10 +147,9 @@ def has_grouped_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-@torch.library.custom_op(
-    "finetune::dequantize_experts",
-    mutates_args=(),
-    schema="(Tensor[] stored, Tensor? thin, bool below, ScalarType dtype, Tensor? after=None) -> Tensor",
+@operator(
+    "dequantize_experts(Tensor[] stored, Tensor? thin, bool below, ScalarType dtype, Tensor? after=None) "
+    "-> Tensor"
 )
 def dequantize_experts(
     stored: list[torch.Tensor],
@@ -194,7 +184,7 @@ def dequantize_experts(
     return weight if thin is None else torch.cat([weight, thin], dim=1 if below else 2)
 
 
-@dequantize_experts.register_fake
+@shapes_of("dequantize_experts")
 def _(
     stored: list[torch.Tensor],
     thin: torch.Tensor | None,
@@ -209,11 +199,7 @@ def _(
     return stored[0].new_empty(experts, outputs, inputs, dtype=dtype)
 
 
-@torch.library.custom_op(
-    "finetune::activate_experts",
-    mutates_args=(),
-    schema="(Tensor z, Tensor? b, Tensor? a, Tensor tiles, int size, str act) -> Tensor",
-)
+@operator("activate_experts(Tensor z, Tensor? b, Tensor? a, Tensor tiles, int size, str act) -> Tensor")
 def activate_experts(
     z: torch.Tensor,
     b: torch.Tensor | None,
@@ -241,16 +227,14 @@ def activate_experts(
     return h if a is None else torch.cat([h, _by_expert(h, a.transpose(1, 2), tiles).to(z.dtype)], dim=1)
 
 
-@activate_experts.register_fake
+@shapes_of("activate_experts")
 def _(z: torch.Tensor, b: object, a: torch.Tensor | None, tiles: object, size: int, act: str) -> torch.Tensor:
     return z.new_empty(z.shape[0], size + (0 if a is None else a.shape[1]))
 
 
-@torch.library.custom_op(
-    "finetune::activate_experts_backward",
-    mutates_args=(),
-    schema="(Tensor z, Tensor? b, Tensor? a, Tensor grad, Tensor weights, Tensor order, Tensor tiles, "
-    "int size, str act) -> (Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    "activate_experts_backward(Tensor z, Tensor? b, Tensor? a, Tensor grad, Tensor weights, Tensor "
+    "order, Tensor tiles, int size, str act) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def activate_experts_backward(
     z: torch.Tensor,
@@ -298,7 +282,7 @@ def activate_experts_backward(
     return dz, kept, thin, flat.view(weights.shape)
 
 
-@activate_experts_backward.register_fake
+@shapes_of("activate_experts_backward")
 def _(
     z: torch.Tensor,
     b: object,
@@ -316,11 +300,7 @@ def _(
     return torch.empty_like(z), h, thin, weights.new_empty(weights.shape, dtype=exact)
 
 
-@torch.library.custom_op(
-    "finetune::product_of_experts",
-    mutates_args=(),
-    schema="(Tensor left, Tensor right, Tensor ends, Tensor? order, int each) -> Tensor",
-)
+@operator("product_of_experts(Tensor left, Tensor right, Tensor ends, Tensor? order, int each) -> Tensor")
 def product_of_experts(
     left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, each: int
 ) -> torch.Tensor:
@@ -342,7 +322,7 @@ def product_of_experts(
     return out
 
 
-@product_of_experts.register_fake
+@shapes_of("product_of_experts")
 def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, order: object, each: int) -> torch.Tensor:
     exact = torch.promote_types(left.dtype, torch.float32)
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1], dtype=exact)

@@ -29,6 +29,52 @@ TILE = 64  # `expert_ops.TILE`
 
 
 @triton.jit
+def _places(order, narrow, places, N, BN: tl.constexpr):
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    here = rows < N
+    index = tl.load(order + rows, here, 0).to(tl.int32)
+    tl.store(narrow + rows, index, here)
+    tl.store(places + index, rows, here)
+
+
+@triton.jit
+def _before(found, expert, N, STEPS: tl.constexpr):
+    """The number of rows of the experts before `expert`, by binary search in the sorted experts."""
+    low, high = tl.zeros_like(expert), tl.zeros_like(expert) + N
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        less = (low < high) & (tl.load(found + middle, middle < N, 0).to(tl.int32) < expert)
+        high = tl.where(less | (low >= high), high, middle)
+        low = tl.where(less, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _ends_and_tiles(
+    found, ends, tiles, N, E, TILES, STEPS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):
+    expert = tl.arange(0, EXPERTS)
+    real = expert < E
+    start, end = _before(found, expert, N, STEPS), _before(found, expert + 1, N, STEPS)
+    tl.store(ends + expert, end, real)
+    count = tl.where(real, (end - start + ROWS - 1) // ROWS, 0)
+    until = tl.cumsum(count, 0)
+    for one in range(0, tl.max(count, 0)):
+        at = tiles + (until - count + one) * 3
+        first, here = start + one * ROWS, one < count
+        tl.store(at, expert, here)
+        tl.store(at + 1, first, here)
+        tl.store(at + 2, tl.minimum(first + ROWS, end), here)
+    total = tl.sum(count, 0)
+    for begin in range(total, TILES, EXPERTS):  # tiles after the last expert are empty
+        tile = begin + expert
+        at, here = tiles + tile * 3, tile < TILES
+        tl.store(at, tl.zeros_like(tile) + E - 1, here)
+        tl.store(at + 1, N + (tile - total) * ROWS, here)
+        tl.store(at + 2, tl.zeros_like(tile), here)
+
+
+@triton.jit
 def _rows_of_experts(x, places, out, H, K: tl.constexpr, BN: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -231,6 +277,21 @@ def dequantize(stored, thin, below, dtype):
     if thin is not None:
         (out[:, outputs:] if below else out[:, :, inputs:]).copy_(thin)
     return out
+
+
+@on_its_gpu
+def places_of_experts(found, order, experts):
+    """Return what `expert_ops.sort_by_expert` returns, from the sorted experts and their stable order."""
+    rows = len(order)
+    narrow, places = torch.empty(2, rows, device=order.device, dtype=torch.int32)
+    ends = torch.empty(experts, device=order.device, dtype=torch.int32)
+    tiles = torch.empty(rows // TILE + experts, 3, device=order.device, dtype=torch.int32)
+    _places[(triton.cdiv(rows, 1024),)](order, narrow, places, rows, 1024, num_warps=4)
+    steps = rows.bit_length() + 1
+    _ends_and_tiles[(1,)](
+        found, ends, tiles, rows, experts, len(tiles), steps, triton.next_power_of_2(experts), TILE
+    )
+    return narrow, places, ends, tiles
 
 
 @on_its_gpu

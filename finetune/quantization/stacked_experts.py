@@ -133,6 +133,27 @@ def parametrize_experts(model: nn.Module) -> None:
             if isinstance(by := getattr(parameter, "dequantize_by", None), Dequantize):
                 delattr(parameter, "dequantize_by")
                 parametrize.register_parametrization(module, name, by, unsafe=True)
+    _share_classes(model)
+
+
+def _share_classes(model: nn.Module) -> None:
+    """Give the quantized experts of all layers one class.
+
+    torch makes a class for each parametrized module. torch.compile takes modules of different classes for
+    different code, and compiles each layer again.
+    """
+    classes: dict[Any, type] = {}
+    for module in model.modules():
+        if quantized := tuple(name for name in STACKED if of(module, name)):
+            key = parametrize.type_before_parametrizations(module), quantized
+            module.__class__ = classes.setdefault(key, type(module))
+
+
+def _remove(module: nn.Module, name: str) -> None:
+    """Make a parameter plain again. torch changes the class for this, so the module gets one of its own."""
+    shared = type(module)
+    module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
+    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
 
 
 @contextlib.contextmanager
@@ -146,7 +167,7 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
         (module, name, *one) for module in model.modules() for name in STACKED if (one := of(module, name))
     ]
     for module, name, values, by in held:
-        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        _remove(module, name)
         unread = torch.full((1, 1, 1), torch.nan, device=values.device, dtype=by.dtype).expand(by.shape)
         setattr(module, name, nn.Parameter(unread, requires_grad=False))
     try:
@@ -155,6 +176,7 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
         for module, name, values, by in held:
             setattr(module, name, values)
             parametrize.register_parametrization(module, name, by, unsafe=True)
+        _share_classes(model)
 
 
 def of(module: nn.Module, name: str) -> tuple[nn.Parameter, Dequantize] | None:
@@ -184,7 +206,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         for name in STACKED:
             if held := of(module, name):
                 weight = getattr(module, name).to(dtype or held[1].dtype)
-                parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+                _remove(module, name)
                 setattr(module, name, nn.Parameter(weight, requires_grad=False))
 
 

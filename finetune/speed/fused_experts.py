@@ -35,6 +35,7 @@ from finetune.models import module_names
 from finetune.quantization import stacked_experts
 from finetune.speed import lm_head_loss
 from finetune.speed.forward_comparison import allowed_difference, changed_parameters, relative_difference
+from finetune.speed.live_model_spec import decoder_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -366,19 +367,26 @@ class FusedExperts:
         """Fuse the stacked experts of decoder layers, after a comparison with their own forward.
 
         Args:
-            adapted: Adapted layers whose state to follow if the experts have no adapter.
+            layers: Decoder layers, or a module around them for experts outside of them.
+            adapted: Adapted layers whose state to follow if the experts have no adapter. Experts follow one
+                of their own decoder layer, else torch.compile would take the first layer for other code.
         """
         self.served, self.left, self.worst = list[Experts](), Counter[str](), 0.0
         self.installed = list[Experts]()
         self.base, self.before = lm_head_loss.base_model_of(model), dict[str, Any]()
-        found = [one for layer in layers for one in stacked(layer)]
-        for module, wrappers in found:
+        followed = set(adapted)
+        seen = set[nn.Module]()
+        for layer, module, wrappers in [(one, *stack) for one in layers for stack in stacked(one)]:
+            if module in seen:
+                continue
+            seen.add(module)
             if installed := vars(module).get("finetune_experts"):
                 self.installed.append(installed)
             elif reason := unsupported_reason(module, wrappers):
                 self.left[reason] += 1
             else:
-                self.served.append(Experts(module, wrappers, adapted[:1]))
+                near = [one for one in layer.modules() if one in followed] or adapted
+                self.served.append(Experts(module, wrappers, near[:1]))
         if not self.served:
             return
         ExpertsInterface.register(NAME, experts_forward)
@@ -442,7 +450,7 @@ def install_quantized(model: PreTrainedModel | PeftModel) -> None:
     if not stacked_experts.all_of(model):
         return
     adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    fused = FusedExperts(model, [model], adapted)
+    fused = FusedExperts(model, [*decoder_layers(model), model], adapted)
     if fused.left:
         why = "; ".join(fused.left)
         what, fix = "finetune can't train on quantized experts with this adapter", "model.quantization: none"

@@ -167,6 +167,23 @@ def test_merge_of_pefts_is_refused(folder: Path) -> None:
         experts_of(model).merge()
 
 
+@pytest.mark.parametrize(("storage", "parameters"), [("nf4", BOTH), ("fp8", None)])
+def test_all_layers_share_one_compiled_graph(folder: Path, storage: str, parameters: Any) -> None:
+    """Otherwise 48 layers take minutes to compile, and each call looks through 48 graphs."""
+    model = adapted(load(folder, storage), parameters).train()
+    fused_experts.install_quantized(model)
+    model.get_base_model().enable_input_require_grads()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        for layer in decoder_layers(model):
+            layer.compile(backend="eager", fullgraph=True)
+        step(model)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    finally:
+        torch._dynamo.reset()
+
+
 def test_compiled_layers_do_not_save_dequantized_weights(folder: Path) -> None:
     """The partitioner of torch.compile would keep a weight that forward and backward compute alike."""
     model = adapted(load(folder, "nf4"), BOTH).train()
