@@ -444,6 +444,9 @@ def _sources_of(state: Translation, entry: dict[str, Any], key: str) -> list[dic
         del source["split"]
         listed = SAME if split == "train" else NOT_SUPPORTED
         state.record(listed, f"{key}.split", split, "finetune reads the whole file")
+    for theirs, ours in DATASET.items():
+        if theirs != "path" and ours in source:
+            state.record(TRANSLATED, f"{key}.{theirs}", source[ours], f"{ours} of the source in data.name")
     return [{**source, "name": name} for name in names]
 
 

@@ -294,6 +294,10 @@ def launch(state: Translation, gpus: int) -> None:
         state.accelerate = f"fsdp2_8{'_quantized' if quantized else '_offload' if offload else ''}"
         if inner.get("activation_checkpointing"):
             state.recipe["speed.activation_checkpointing"] = "full"
+    if state.accelerate and gpus == 1:
+        text = "the launch is for several GPUs, and the effective batch size is that of one; add `--gpus N`. "
+        own = f"For another number than 8, set `num_processes` in a copy of {state.accelerate}.yaml"
+        state.record("differs by default", "--gpus", 1, text + own)
     for key, value in given.items():
         text = f"--accelerate {state.accelerate} on the command line of `finetune train`"
         state.record("translated", key, value, f"{text}; it has the nearest settings")

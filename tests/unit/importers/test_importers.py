@@ -269,6 +269,7 @@ def test_batch_size_counts_gpus(tmp_path) -> None:
 def test_launch_files_name_an_accelerate_config(tool, given, config, tmp_path) -> None:
     state = imported(tmp_path, tool, **given)
     assert state.accelerate == config
+    assert kind_of(state, "--gpus") == ({DIFFERS} if config else set()), "the batch size is of one GPU"
 
 
 def test_dataset_info_gives_paths_columns_and_roles(tmp_path) -> None:
@@ -307,6 +308,9 @@ def test_axolotl_sources_keep_files_splits_and_columns(tmp_path) -> None:
     assert state.recipe["data.train_on"] == "assistant", "plain text trains on all tokens anyway"
     unsupported = {entry.key for entry in state.entries if entry.kind == NOT_SUPPORTED}
     assert {"datasets.2.type", "datasets.2.train_on_eos", "datasets.2.shards"} <= unsupported
+    translated = {entry.key: entry.text for entry in state.entries if entry.kind == TRANSLATED}
+    assert translated["datasets.0.name"] == "subset of the source in data.name"
+    assert translated["datasets.0.split"] == "split of the source in data.name"
 
 
 @pytest.mark.parametrize(
@@ -437,7 +441,7 @@ def test_columns_that_not_all_sources_have_are_named(tool, given, named, tmp_pat
     [
         ("rows.jsonl", "train", None, SAME),
         ("rows.jsonl", "train[:80%]", None, NOT_SUPPORTED),
-        ("org/rows", "train[:80%]", "train[:80%]", None),
+        ("org/rows", "train[:80%]", "train[:80%]", TRANSLATED),
     ],
 )
 def test_a_file_has_no_split(path, split, kept, kind, tmp_path) -> None:
