@@ -436,7 +436,10 @@ def _sources_of(state: Translation, entry: dict[str, Any], key: str) -> list[dic
     """Take the path, the files and the split from an entry of `datasets`."""
     source = {ours: entry.pop(theirs) for theirs, ours in DATASET.items() if entry.get(theirs) is not None}
     path = source.get("name", "")
-    files = _files(path, entry.pop("data_files", None))
+    named = entry.pop("data_files", None)
+    files = _files(path, named)
+    if named:
+        state.record(TRANSLATED, f"{key}.data_files", named, f"data.name: {', '.join(map(str, files))}")
     state.record(TRANSLATED, key, path, f"data.name: {', '.join(map(str, files)) or path}")
     names = files or [path]
     split = source.get("split")

@@ -275,7 +275,11 @@ def _gradient_projection(state: Translation) -> None:
             continue
         plain = str(state.take("optim", "adamw_torch"))
         kind = OF_GALORE.get(plain, "adamw") if method == "galore" else "adamw"
-        layers = "_layerwise" if given.pop(f"{method}_layerwise", False) else ""
+        by_layer = given.pop(f"{method}_layerwise", False)
+        layers = "_layerwise" if by_layer else ""
+        if f"{method}_layerwise" in state.given:
+            text = f"train.optim: {method}_{kind}{layers}"
+            state.record(TRANSLATED, f"{method}_layerwise", by_layer, text)
         state.set("train.optim", f"{method}_{kind}{layers}", f"use_{method}", True)
         if front := given.pop(f"{method}_scale_front", False):
             state.unsupported(f"{method}_scale_front", front, "transformers scales the gradients at the end")
@@ -285,7 +289,13 @@ def _gradient_projection(state: Translation) -> None:
         state.set("train.optim_target_modules", named, f"{method}_target", target)
         values = options | {key.removeprefix(f"{method}_"): value for key, value in given.items()}
         values = {OF_TRANSFORMERS.get(name, name): value for name, value in values.items()}
-        state.set("train.optim_args", ", ".join(f"{k}={v}" for k, v in values.items()), f"{method}_*", given)
+        state.recipe["train.optim_args"] = ", ".join(f"{k}={v}" for k, v in values.items())
+        defaults = [f"{method}_{key}" for key in options if f"{method}_{key}" not in given]
+        for key in given:
+            state.record(TRANSLATED, key, given[key], f"train.optim_args: {state.recipe['train.optim_args']}")
+        if defaults:
+            text = f"train.optim_args has LLaMA-Factory's defaults of {', '.join(defaults)}"
+            state.record(DIFFERS, "train.optim_args", state.recipe["train.optim_args"], text)
 
 
 def _datasets(state: Translation, where: str) -> None:

@@ -671,6 +671,7 @@ def test_evaluations_during_training_are_those_of_the_tool(tool, given, steps, b
 def test_settings_of_several_keys_are_translated(tool, given, expected, tmp_path) -> None:
     state = imported(tmp_path, tool, **given)
     assert {key: state.recipe.get(key) for key in expected} == expected
+    assert set(given) <= {entry.key.split(".")[0] for entry in state.entries}
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe_text.write(state, "theirs.yaml"))
     loader.load(path)
