@@ -283,7 +283,7 @@ def dequantize(stored, thin, below, dtype):
 def places_of_experts(found, order, experts):
     """Return what `expert_ops.sort_by_expert` returns, from the sorted experts and their stable order."""
     rows = len(order)
-    narrow, places = torch.empty(2, rows, device=order.device, dtype=torch.int32)
+    narrow, places = (torch.empty(rows, device=order.device, dtype=torch.int32) for _ in range(2))
     ends = torch.empty(experts, device=order.device, dtype=torch.int32)
     tiles = torch.empty(rows // TILE + experts, 3, device=order.device, dtype=torch.int32)
     _places[(triton.cdiv(rows, 1024),)](order, narrow, places, rows, 1024, num_warps=4)
