@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from support.limited_commands import LimitedCommands
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -30,3 +32,10 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(socket.socket, "connect", connect_here)
     monkeypatch.setattr(socket.socket, "connect_ex", connect_here)
     yield asked
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[LimitedCommands]:
+    """One server of commands for the tests of all modules."""
+    with LimitedCommands("pyarrow.parquet", "tokenizers") as running:
+        yield running

@@ -12,12 +12,11 @@ import pytest
 from finetune.data import arrow_values, formats, json_values, readers
 from finetune.data.examples import BadRow
 from finetune.recipe.schema import Data
-from support.limited_commands import LimitedCommands
 from support.paths import QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 MANY = 200_000
@@ -25,12 +24,6 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TOOL = {"name": "a", "parameters": {}}
 PART = {"type": "text", "text": "a"}
 CALL = {"function": {"name": "a", "arguments": {}}}
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[LimitedCommands]:
-    with LimitedCommands("pyarrow.parquet", "tokenizers") as running:
-        yield running
 
 
 def called(calls: Any) -> list[dict[str, Any]]:

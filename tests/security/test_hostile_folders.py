@@ -11,20 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from finetune.core import folder_search
-from support.limited_commands import LimitedCommands
 from support.paths import QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 EXAMPLE = '{"prompt": "a", "completion": "b"}\n'
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[LimitedCommands]:
-    with LimitedCommands("pyarrow.parquet", "tokenizers") as running:
-        yield running
 
 
 def many_files(folder: Path) -> None:

@@ -20,20 +20,13 @@ import yaml
 from finetune.core import errors
 from finetune.recipe import loader
 from finetune.run_folder import run_folder
-from support.limited_commands import LimitedCommands
 from support.paths import MODEL, QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[LimitedCommands]:
-    with LimitedCommands("pyarrow.parquet", "tokenizers") as running:
-        yield running
 
 
 def pipe(path: Path) -> None:

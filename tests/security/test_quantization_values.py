@@ -12,24 +12,16 @@ from finetune.core.errors import UserError
 from finetune.evaluation import reopen
 from finetune.models import loading
 from finetune.recipe import loader
-from support.limited_commands import LimitedCommands
 from support.paths import MODEL, QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 SLOW = r"((\w|\.)+)+#"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GROUP = {"weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}}
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[LimitedCommands]:
-    with LimitedCommands() as running:
-        yield running
 
 
 def quantized(folder: Path, declared: Any, key: str = "quantization_config") -> Path:

@@ -17,12 +17,10 @@ from finetune.core.pattern_time import Pattern
 from finetune.evaluation import reopen
 from finetune.models import tokenizer_limits
 from finetune.run_folder import run_folder
-from support.limited_commands import LimitedCommands
 from support.paths import MODEL, QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 BOMBS = [
@@ -36,12 +34,6 @@ BOMBS = [
 OF_LISTS = ("modules_to_save", "layers_pattern")
 OF_TEXTS = ("target_modules", "exclude_modules", *OF_LISTS)
 OF_MAPS = ("rank_pattern", "alpha_pattern")
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[LimitedCommands]:
-    with LimitedCommands() as running:
-        yield running
 
 
 def options(key: str, pattern: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run commands with limits of time and memory, each in a process forked from a server that imported finetune.
+"""Run commands with limits of time and memory, each in a process forked from a server that has run a check.
 
 with LimitedCommands() as commands:
     ended = commands.run("check", "recipe.yaml")
@@ -6,6 +6,8 @@ with LimitedCommands() as commands:
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import resource
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,14 +86,18 @@ class LimitedCommands:
 
 def _serve(imports: list[str]) -> None:
     """Run each command that a line of stdin names; write how it ended."""
-    for name in ["finetune.cli.main", "finetune.preflight.checker", *imports]:
+    for name in ["finetune.preflight.checker", *imports]:
         __import__(name)
-    from finetune.recipe import adapter_types, build
+    from finetune.cli import main
 
-    adapter_types.all_types()
-    build.sections("lora")
     out = os.dup(1)
     os.dup2(2, 1)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        code = main.main(["check", str(ROOT / "recipes" / "quickstart.yaml"), "--quiet"])
+    assert code == 0, "commands need what this check has imported and read"
+    assert threading.active_count() == 1, "a process with threads can not be forked safely"
+    gc.collect()
+    gc.freeze()  # else the first collection of each command copies all of these objects
     for line in sys.stdin:
         words, variables = json.loads(line)
         os.write(out, (json.dumps(_forked(words, variables)) + "\n").encode())
