@@ -125,6 +125,7 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
         safe_files.make_folder(root, staging)
         with safe_files.private_folder(root, f"{staging}/step-{step}") as private:
             _write_files(private.path, step, content)
+            safe_files.apply_umask(root / private.name)
             if published.exists():  # it is damaged, or from before the run resumed at an earlier step
                 _let_go(published)
             safe_files.rename(root, private.name, to)

@@ -142,8 +142,25 @@ def replace_folder(root: Path, name: str) -> Iterator[Path]:
     """Make a new folder, and replace the folder `name` with it at the end of the block."""
     with private_folder(root, name) as private:
         yield private.path
+        apply_umask(root / private.name)
         remove(root, name)
         rename(root, private.name, name)
+
+
+def apply_umask(folder: Path) -> None:
+    """Give the files in a new folder the permissions of your umask, which the folder itself has.
+
+    safetensors (0.8) writes files that only their owner can read. A server often runs as another user.
+    """
+    for _, _, names, opened in os.fwalk(folder):
+        mode = stat.S_IMODE(os.fstat(opened).st_mode) & 0o666
+        for name in names:
+            if stat.S_ISREG(os.lstat(name, dir_fd=opened).st_mode):
+                file = os.open(name, os.O_RDONLY | _FILE, dir_fd=opened)
+                try:
+                    os.fchmod(file, stat.S_IMODE(os.fstat(file).st_mode) | mode)
+                finally:
+                    os.close(file)
 
 
 def rename(root: Path, name: str, to: str) -> None:

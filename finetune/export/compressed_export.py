@@ -6,7 +6,9 @@ the base model as it was in training, and the adapter next to it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -131,10 +133,11 @@ def save(model: PreTrainedModel | PeftModel, kind: str, folder: Path) -> dict[st
     groups = {"group_0": scheme}
     status = "frozen"
     config = quantization.QuantizationConfig(config_groups=groups, ignore=others, quantization_status=status)
-    quantization.apply_quantization_config(model, config)
-    set_scales(layers)
-    compressor = compressors.ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
+    with contextlib.redirect_stderr(io.StringIO()):  # the library's bars have no switch
+        quantization.apply_quantization_config(model, config)
+        set_scales(layers)
+        compressor = compressors.ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
     for module in model.modules():
         if module not in layers.values():
             for parameter in module.parameters(recurse=False):

@@ -150,6 +150,7 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
     """Rename the checked folder to its final name, and add its report to the export.json of a run."""
     where = target.absolute().parent
     name = target.name if where == folder.path.absolute() else str(target.absolute())
+    safe_files.apply_umask(staged)
     if not folder.is_plain_adapter:
         folder.write(REPORT, {**folder.found(REPORT), name: report})
     safe_files.rename(where, str(staged.relative_to(where)), target.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 from functools import partial
 from pathlib import Path
@@ -59,7 +61,9 @@ def _reader(folder: Path, job: ExportJob, without_answers: str) -> Reader:
     places = [place for place in (folder, folder / "base") if (place / "tokenizer_config.json").exists()]
     options: Any = {"trust_remote_code": False, "revision": "main" if places else job.revision}
     tokenizer: Any = AutoTokenizer.from_pretrained(str(places[0]) if places else job.base, **options)
-    model = None if without_answers else _model(folder, job)
+    model = None
+    if not without_answers:
+        model = _decompressed(folder, job) if job.quantize in ("fp8", "int8") else _model(folder, job)
     answer = model and partial(_answer, model, job.expected.stops)
     losses = model and partial(serving_check.losses_of, model)
     stops = None
@@ -67,6 +71,15 @@ def _reader(folder: Path, job: ExportJob, without_answers: str) -> Reader:
         stops = partial(declared_stops, GenerationConfig.from_pretrained(str(folder)))
     name = f"transformers {transformers.__version__}"
     return Reader(name, partial(_ids, tokenizer), answer, stops, losses, without_answers=without_answers)
+
+
+@torch.no_grad()
+def _decompressed(folder: Path, job: ExportJob) -> Any:
+    """Load weights of compressed-tensors, which draws bars that have no switch until the first token."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = _model(folder, job)
+        model(torch.zeros((1, 1), dtype=torch.long, device=model.device))
+    return model
 
 
 def _model(folder: Path, job: ExportJob) -> Any:

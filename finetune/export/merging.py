@@ -158,6 +158,7 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
         inside = where == folder.path.absolute()
         # merge.json resolves relative names against the run folder
         name = target.name if inside else str(target.absolute())
+        safe_files.apply_umask(staged)
         # Write the report first, so that a killed merge leaves no weights without a report
         folder.write("merge.json", {**reports, name: report})
         # Rename also replaces an empty folder

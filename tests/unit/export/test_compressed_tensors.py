@@ -27,9 +27,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", compressed_export.KINDS)
 def test_export_to_compressed_tensors_answers_as_the_model_does(
-    kind: str, saved: Path, tmp_path: Path
+    kind: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = compressed_export.write(exports.job_of(saved, kind), tmp_path)
+    assert "ompress" not in capsys.readouterr().err, "the bars of the library"
     check = report["serving_check"]
     assert check["token_ids"] == {"prompts": 8, "different": 0} and check["stop_tokens"]["missing"] == []
     assert check["answers"]["agree"] and check["loss"]["agree"]
