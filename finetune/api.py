@@ -6,22 +6,32 @@ Every function raises only `finetune.core.errors.UserError`. If another library 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args
 
-from finetune.core.errors import only_user_errors
-from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Model, Recipe
+from pydantic import ValidationError
+
+from finetune.core.argument_types import (
+    check_choice,
+    check_device,
+    check_gpus,
+    check_overrides,
+    check_types,
+    wrong_value,
+)
+from finetune.core.errors import UserError, only_user_errors
+from finetune.recipe import loader
+from finetune.recipe.schema import Model, Quantization, Recipe
 from finetune.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from transformers import PreTrainedModel, TrainerCallback
 
     from finetune.importers.translation import Translation
     from finetune.planning.plan import Plan
-    from finetune.recipe.schema import Quantization
 
 __all__ = [
     "Recipe",
@@ -38,6 +48,24 @@ __all__ = [
     "train",
 ]
 
+_NAME, _TEXT = (str, Path), (str, NoneType)
+
+
+@only_user_errors("read the recipe")
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, apply `section.key=value` overrides, and check everything.
+
+    Args:
+        path: a recipe file, or the name of a shipped recipe, such as `quickstart`. A file has priority.
+        overrides: overrides such as `["adapter.type=dora"]`.
+
+    Raises:
+        UserError: the recipe is wrong. The error lists every problem with its place in the file.
+    """
+    check_types(path=(path, _NAME))
+    check_overrides(overrides)
+    return loader.load(path, list(overrides))
+
 
 @only_user_errors("checked the recipe")
 def check(recipe: Recipe) -> list[str]:
@@ -48,6 +76,7 @@ def check(recipe: Recipe) -> list[str]:
     """
     from finetune.preflight import checker
 
+    check_types(recipe=(recipe, (Recipe,)))
     return checker.check(recipe)
 
 
@@ -56,6 +85,8 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     """Estimate memory, time and cost on `gpus` GPUs of a type such as "h100", or on this machine."""
     from finetune.planning import planner
 
+    check_types(recipe=(recipe, (Recipe,)), gpu=(gpu, _TEXT), gpus=(gpus, (int, NoneType)))
+    check_gpus(gpus)
     return planner.make_for(recipe, gpu, gpus)
 
 
@@ -85,7 +116,15 @@ def load_model(
     """
     from finetune.speed import frozen_model
 
-    return frozen_model.load(Model(name=str(name), revision=revision, quantization=quantization), device)
+    check_types(name=(name, _NAME), quantization=(quantization, (str,)))
+    check_types(revision=(revision, _TEXT), device=(device, _TEXT))
+    check_choice("quantization", quantization, get_args(Quantization))
+    check_device(device)
+    try:
+        section = Model(name=str(name), revision=revision, quantization=quantization)
+    except ValidationError as error:
+        raise UserError(*map(wrong_value, error.errors())) from None
+    return frozen_model.load(section, device)
 
 
 @only_user_errors("trained the model")
@@ -109,6 +148,8 @@ def train(
     from finetune.preflight import checker
     from finetune.training import pipeline
 
+    check_types(recipe=(recipe, (Recipe,)), callbacks=(callbacks, (list, tuple)))
+    check_types(resume=(resume, _TEXT), quiet=(quiet, (bool,)))
     checker.check_without_examples(recipe)
     verbosity = "quiet" if quiet else "normal"
     return Run(pipeline.run(recipe, verbosity=verbosity, resumes=resume, callbacks=callbacks).path)
@@ -132,6 +173,9 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     """
     from finetune.importers import reading
 
+    check_types(path=(path, _NAME), tool=(tool, _TEXT), gpus=(gpus, (int,)))
+    check_choice("tool", tool, reading.TOOLS)
+    check_gpus(gpus)
     return reading.import_recipe(path, tool, gpus)
 
 
@@ -140,11 +184,14 @@ def evaluate(run: Run | str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     """Evaluate the base model and the fine-tuned model of a finished run; return the content of eval.json."""
     from finetune.evaluation import evaluator
 
+    check_overrides(overrides)
     return evaluator.run(_path(run), list(overrides))
 
 
 @only_user_errors("merged the adapter")
-def merge(run: Run | str | Path, output: str | None = None, *, quantize: str | None = None) -> dict[str, Any]:
+def merge(
+    run: Run | str | Path, output: str | Path | None = None, *, quantize: str | None = None
+) -> dict[str, Any]:
     """Merge a run's adapter into its base model; return the content of merge.json.
 
     Args:
@@ -153,14 +200,16 @@ def merge(run: Run | str | Path, output: str | None = None, *, quantize: str | N
     """
     from finetune.export import merging
 
-    return merging.run(_path(run), output=output, quantized=quantize)
+    check_types(output=(output, (*_NAME, NoneType)), quantize=(quantize, _TEXT))
+    check_choice("quantize", quantize, ("int8", "int4", "fp8"))
+    return merging.run(_path(run), output=None if output is None else str(output), quantized=quantize)
 
 
 @only_user_errors("exported the run")
 def export_model(
     run: Run | str | Path,
     to: str,
-    output: str | None = None,
+    output: str | Path | None = None,
     *,
     quantize: str | None = None,
     adapter: bool = False,
@@ -176,9 +225,14 @@ def export_model(
         quantize: the quantization of the weights. By default, the target's own default.
         adapter: export only the adapter instead of merged weights.
     """
-    from finetune.export import exporting
+    from finetune.export import exporting, targets
 
-    return exporting.run(_path(run), to, output=output, quantize=quantize, adapter=adapter)
+    check_types(to=(to, (str,)), output=(output, (*_NAME, NoneType)))
+    check_types(quantize=(quantize, _TEXT), adapter=(adapter, (bool,)))
+    check_choice("to", to, targets.MODULES)
+    return exporting.run(
+        _path(run), to, output=None if output is None else str(output), quantize=quantize, adapter=adapter
+    )
 
 
 @only_user_errors("published the run")
@@ -189,8 +243,11 @@ def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bo
     """
     from finetune.export import publishing
 
+    check_overrides(overrides)
+    check_types(dry_run=(dry_run, (bool,)))
     return publishing.run(_path(run), overrides=overrides, dry_run=dry_run)
 
 
 def _path(run: Run | str | Path) -> str | Path:
+    check_types(run=(run, (Run, *_NAME)))
     return run.folder if isinstance(run, Run) else run

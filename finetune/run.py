@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.argument_types import check_types
 from finetune.core.errors import only_user_errors
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder.run_folder import RunFolder
@@ -19,6 +20,10 @@ class Run:
     """A run folder, with its metrics, its evaluation and its model."""
 
     folder: Path
+
+    def __post_init__(self) -> None:
+        check_types(folder=(self.folder, (str, Path)))
+        object.__setattr__(self, "folder", Path(self.folder))  # a text is a path too
 
     @property
     @only_user_errors("read metrics.jsonl")

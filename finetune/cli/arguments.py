@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.argument_types import MOST_GPUS
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
@@ -35,6 +36,13 @@ def count(text: str) -> int:
 
 def at_least_one(text: str) -> int:
     return _number(int, text, 1, "an integer from 1")
+
+
+def number_of_gpus(text: str) -> int:
+    number = at_least_one(text)
+    if number > MOST_GPUS:
+        raise wrong(text[:20], f"an integer from 1 to {MOST_GPUS:,}")
+    return number
 
 
 def at_least_zero(text: str) -> float:

@@ -30,7 +30,7 @@ IMPORT: tuple[tuple[str, dict[str, Any]], ...] = (
         "--gpus",
         {
             "metavar": "N",
-            "type": arguments.at_least_one,
+            "type": arguments.number_of_gpus,
             "default": 1,
             "help": "GPUs that the tool trained on",
         },

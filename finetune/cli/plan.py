@@ -15,7 +15,7 @@ PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
         "--gpus",
         {
             "metavar": "N",
-            "type": arguments.at_least_one,
+            "type": arguments.number_of_gpus,
             "help": "number of GPUs (default: all GPUs of this machine, or 1 with --gpu)",
         },
     ),

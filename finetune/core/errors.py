@@ -44,6 +44,7 @@ LONGEST_NAME = 200  # characters of a name in `nearest`
 # errno values of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errno values of an OSError: the disk is full
+RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # in the message of a library in Rust, such as safetensors
 OUT_OF_MEMORY = (
     "close other programs, use a smaller model, or use a machine with more memory; `free -h` shows it"
 )
@@ -214,12 +215,18 @@ def explain(error: Exception, doing: str) -> UserError:
         where, reason = str(error.filename)[:LONGEST_NAME], os.strerror(error.errno)
         fix = "correct the path, or its permissions"
         return UserError(Problem("finetune can't open this path", key, where, reason, fix=fix, code="path"))
-    if not isinstance(error, OSError) or error.errno not in FULL:
+    number, where = (error.errno, error.filename) if isinstance(error, OSError) else (_rust_errno(error), "")
+    if number not in FULL:
         return unexpected(error, doing)
     fix = "free some space and run the command again; `finetune train --resume=auto` continues a run"
-    what, where = "the disk is full", str(error.filename or "")
-    problem = Problem(what, where=where, found=str(error.strerror), fix=fix, code="disk")
+    problem = Problem("the disk is full", "", str(where or ""), os.strerror(number), fix=fix, code="disk")
     return UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def _rust_errno(error: Exception) -> int:
+    """Return the number of the system's error that a library in Rust names; 0 if it names none."""
+    found = RUST_ERRNO.search(str(error))
+    return int(found[1]) if found else 0
 
 
 @contextlib.contextmanager

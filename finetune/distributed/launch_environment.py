@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import recorded_variables
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ ONCE = "the backward pass would recompute in bf16, and get other tensors than th
 GONE = "another process of this launch ended or did not answer in time"
 _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 CONFIG = "accelerate config"  # the name of the launch's settings in messages
 
 
@@ -54,6 +55,23 @@ class Fp8(NamedTuple):
 def said(name: str, default: str = "") -> str:
     """Return a variable of the launch in lower case and without spaces around it."""
     return os.environ.get(name, default).strip().lower()
+
+
+def check_numbers() -> None:
+    """Refuse variables of a launcher that are not numbers, and remove them, so that errors can be printed.
+
+    Raises:
+        UserError: a variable is not a number (exit 3).
+    """
+    given = {name: os.environ[name] for name in NUMBERS if name in os.environ}
+    wrong = {name: value for name, value in given.items() if not re.fullmatch(r"-?\d{1,9}", value)}
+    for name in wrong:
+        del os.environ[name]
+    if wrong:
+        what, fix = "a variable of the launcher is not a number", f"unset {' '.join(wrong)}"
+        found = ", ".join(f"{name}={value!r}" for name, value in wrong.items())[:200]
+        problem = Problem(what, found=found, fix=fix, code="launch-config")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def on(name: str) -> bool:

@@ -99,11 +99,12 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
             return open_base(recipe, str(folder.model))
     from peft import PeftModel
 
+    saved = list(checkpoint_headers.tensors(folder.adapter))  # before the base model, which takes longer
     base: Any = open_base(recipe)
     continue_from.check_patterns(folder.adapter, base)
     with refused, stacked_experts.plain_parameters(base):
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
-    continue_from.check_whole(tuned, list(checkpoint_headers.tensors(folder.adapter)), str(folder.adapter))
+    continue_from.check_whole(tuned, saved, str(folder.adapter))
     fused_experts.install_quantized(tuned)
     return qat.follow(tuned).eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -46,9 +47,9 @@ def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return commit and dirty flag of the source tree, if this package runs from a checkout."""
+    """Return commit and dirty flag of the source tree, if this is a checkout and git is installed."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or not shutil.which("git"):
         return None
 
     def ask(*arguments: str) -> str:

@@ -392,6 +392,16 @@ def test_a_full_disk_is_one_message(capsys) -> None:
         main.guarded(fills, argparse.Namespace(debug=True))
 
 
+@pytest.mark.parametrize("name", ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+def test_a_launcher_variable_that_is_not_a_number_is_one_message(name: str, capsys, monkeypatch) -> None:
+    for value in ("x", "", "1.5", "9" * 5000):
+        monkeypatch.setenv(name, value)
+        assert main.main(["explain", "--json"]) == 3
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["problems"][0]["code"] == "launch-config"
+        assert f"{name}=" in shown.err and f"unset {name}" in shown.err and len(shown.err) < 1000
+
+
 def test_guarded_exception_of_a_library_is_one_message(capsys) -> None:
     """It names the library, the place and the stage; `--debug` shows the traceback."""
 

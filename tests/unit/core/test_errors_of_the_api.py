@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import resource
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from finetune import api
 from finetune.core.errors import Exit, UserError, only_user_errors
@@ -26,6 +30,19 @@ def test_only_user_errors_exception_of_a_library_keeps_its_cause() -> None:
 def test_only_user_errors_full_disk_is_explained() -> None:
     with pytest.raises(UserError, match="the disk is full") as caught, only_user_errors("merged"):
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere")
+    assert caught.value.code == Exit.ENVIRONMENT
+
+
+def test_only_user_errors_full_disk_of_a_library_in_rust_is_explained(tmp_path: Path) -> None:
+    """safetensors raises its own type, as in `finetune merge`. A limit on files stands for the full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(UserError, match="the disk is full") as caught, only_user_errors("merged"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            save_file({"a": torch.zeros(999)}, tmp_path / "model.safetensors")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(caught.value.__cause__, SafetensorError)
     assert caught.value.code == Exit.ENVIRONMENT
 
 

@@ -1,0 +1,105 @@
+"""Check the arguments of the Python API before they are used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+MOST_GPUS = 1_000_000
+
+
+def check_types(**given: tuple[object, tuple[type, ...]]) -> None:
+    """Refuse arguments of a wrong type. The error shows only the type, because `repr` could fail.
+
+    Args:
+        given: the value and the types of each argument, by name. A boolean is no integer.
+
+    Raises:
+        UserError: an argument has another type, or a path holds characters that no path can have (exit 2).
+    """
+    problems = [
+        _wrong(name, value, " or ".join(_name(one) for one in types))
+        for name, (value, types) in given.items()
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
+    ]
+    if problems:
+        raise UserError(*problems)
+    problems = [
+        _no_path(name, value)
+        for name, (value, types) in given.items()
+        if Path in types and isinstance(value, str | Path) and not _can_be_encoded(str(value))
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def check_overrides(overrides: object) -> None:
+    """Refuse overrides that are no list of texts, such as one text alone (exit 2)."""
+    if isinstance(overrides, list | tuple):
+        if all(isinstance(override, str) for override in overrides):
+            return
+        overrides = next(override for override in overrides if not isinstance(override, str))
+    raise UserError(_wrong("overrides", overrides, 'a list such as ["adapter.r=8"]'))
+
+
+def check_choice(name: str, value: str | None, choices: Collection[str]) -> None:
+    """Refuse a value that is none of the choices (exit 2). `None` is the default."""
+    if value is not None and value not in choices:
+        what, fix = f"the argument `{name}` has an unknown value", nearest(value, choices)
+        texts = {"found": repr(value)[:200], "expected": ", ".join(choices), "fix": fix}
+        raise UserError(Problem(what, code="value-choice", **texts))
+
+
+def check_gpus(gpus: int | None) -> None:
+    """Refuse a number of GPUs that no machine has (exit 2)."""
+    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
+        found = str(gpus) if abs(gpus) < 10**20 else f"an integer of {gpus.bit_length()} bits"
+        expected = f"an integer from 1 to {MOST_GPUS:,}"
+        raise UserError(Problem("`gpus` has a wrong value", "", "", found, expected, code="value-range"))
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a text that torch does not know as a device (exit 2)."""
+    import torch
+
+    try:
+        torch.device(device or "cpu")
+    except RuntimeError:
+        what, expected = "the argument `device` names no device of torch", '"cpu", "cuda" or "cuda:1"'
+        problem = Problem(what, "", "", repr(device)[:200], expected, code="value-choice")
+        raise UserError(problem) from None
+
+
+def wrong_value(error: Any) -> Problem:
+    """Return the problem of an argument that pydantic refuses, from one of `ValidationError.errors()`."""
+    name, found = ".".join(map(str, error["loc"])), repr(error["input"])[:200]
+    what, expected = f"the argument `{name}` has a wrong value", error["msg"][:200]
+    return Problem(what, "", "", found, expected, code="value-range")
+
+
+def _wrong(name: str, value: Any, expected: str) -> Problem:
+    what, fix = f"the argument `{name}` has the wrong type", f"pass {expected}"
+    return Problem(what, "", "", type(value).__name__, expected, fix, code="value-type")
+
+
+def _no_path(name: str, value: str | Path) -> Problem:
+    what, found = f"the argument `{name}` can't be a path", repr(str(value))[:200]
+    why, fix = "a path has no NUL and no half of a surrogate pair", "correct the path"
+    return Problem(what, "", "", found, fix=fix, why=why, code="path")
+
+
+def _can_be_encoded(path: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+
+
+def _name(one: type) -> str:
+    return "None" if one is type(None) else one.__name__
