@@ -9,6 +9,7 @@ both sides if they are installed. Each row runs in a process of its own. The nam
 
 *-packed    documents of real lengths, packed
 *-eager     without torch.compile
+*-fp8       the base model is stored in fp8, and its GEMMs run in fp8. The other rows are in bf16.
 trl         TRL's SFTTrainer; trl+liger: with Liger's kernels
 """
 
@@ -30,10 +31,12 @@ VOCABULARY, LENGTH, SEQUENCES = 248_320, 4096, 4
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj"]
 TARGETS += ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
 COMMON = (f"adapter.target_modules=[{', '.join(TARGETS)}]", "speed.activation_checkpointing=none")
+BF16 = (*COMMON, "model.quantization=none")
 ROWS = {
-    "lora": gpu.Row((*COMMON, "speed.compile=true")),
-    "lora-eager": gpu.Row((*COMMON, "speed.compile=false")),
-    "lora-packed": gpu.Row((*COMMON, "speed.compile=true", "data.packing=true"), packed=True),
+    "lora": gpu.Row((*BF16, "speed.compile=true")),
+    "lora-eager": gpu.Row((*BF16, "speed.compile=false")),
+    "lora-fp8": gpu.Row((*COMMON, "model.quantization=fp8", "speed.compile=true")),
+    "lora-packed": gpu.Row((*BF16, "speed.compile=true", "data.packing=true"), packed=True),
     "trl": gpu.Row(),
     "trl+liger": gpu.Row(),
 }
