@@ -166,7 +166,7 @@ def highlights(measured: dict[str, Any]) -> str:
     missed = sum("ran_out" in row for row in measured["plan"].values())
     near = f"{sum(error <= 0.10 for error in plans)} of {len(plans) + missed}"
     types = len(json_schema()["properties"]["adapter"]["discriminator"]["mapping"])
-    offloaded = "GPU memory of such a run with offloaded activations, at {:,.0f} tokens/s"
+    offloaded = "GPU memory of the same training with offloaded activations, at {:,.0f} tokens/s"
     fast, small = measured["peers"]["lora-fp8"], gpu["lora-fp8-mlp-small"]
     rows = [
         (

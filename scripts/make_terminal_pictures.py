@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 RECORDED = Path(__file__).with_name("recorded_result.json")
 WIDTH = 100
-MOST_LINES = 30  # of the output that a picture shows
+MOST_LINES = 36  # of the output that a picture shows
 RECIPE = """\
 model:
   name: examples/tiny_llama/model

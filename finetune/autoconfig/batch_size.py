@@ -44,9 +44,14 @@ def split_batch(train: Train, processes: int) -> Batch:
         by = "process" if processes == 1 else "processes"
         key, what = "train.effective_batch_size", f"{effective} is no multiple of {processes} {by}"
         what += f" x micro-batch size {stated}" if stated else ""
-        expected = f"{low} or {high}" if low else str(high)
+        expected = f"{f'{low} or ' if low else ''}{high} sequences"
         why = "each process needs the same number of sequences per step"
-        texts = {"found": str(effective), "expected": expected, "why": why, "fix": f"{key}: {low or high}"}
+        texts = {
+            "found": f"{effective} sequences",
+            "expected": expected,
+            "why": why,
+            "fix": f"{key}: {low or high}",
+        }
         raise UserError(Problem(what, key, **texts, code="batch-size"))
     share = effective // processes
     per_device = stated or max(size for size in range(1, 9) if share % size == 0)
@@ -152,7 +157,7 @@ def check_warm_up(train: Train, steps: int | None) -> None:
     warm_up = _warm_up(train)
     if steps == 1 and warm_up:
         what, fix = "the only step is a warm-up step with learning rate 0", "train.warmup_steps: 0"
-        found = f"{warm_up:g} in a run of one step"
+        found = f"{warm_up:g} warm-up steps in a run of one step"
         raise UserError(Problem(what, "train.warmup_steps", found=found, fix=fix, code="recipe-conflict"))
 
 
@@ -161,7 +166,9 @@ def too_few(rows: int, effective: int) -> Problem:
     fits = next((size for size in range(rows, 0, -1) if effective % size == 0), 1)
     what = f"one step needs {effective} sequences, and the training data has {rows}"
     fix = f"train.effective_batch_size: {fits}" if rows else "add examples, or lower data.validation_fraction"
-    return Problem(what, "train.effective_batch_size", found=str(effective), fix=fix, code="batch-size")
+    return Problem(
+        what, "train.effective_batch_size", found=f"{effective} sequences", fix=fix, code="batch-size"
+    )
 
 
 def short_of_peak(train: Train, steps: int) -> list[str]:

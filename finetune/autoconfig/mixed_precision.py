@@ -125,7 +125,7 @@ def check_precision(precision: str, machine: Hardware) -> None:
 
 def default_precision(hardware: Hardware) -> Choice:
     if hardware.device == "cpu":
-        return Choice("no", "fp32, because there is no GPU")
+        return Choice("no", "no GPU")
     if hardware.capability >= (8, 0):
         return Choice("bf16", f"{hardware.name} supports bf16")
     return Choice(

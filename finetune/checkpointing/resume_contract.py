@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shlex
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.compilation import GRAPHS
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.formatting import shortened
+from finetune.core.formatting import as_yaml, shortened
 from finetune.distributed import launch_environment
 from finetune.run_folder import run_folder
 
@@ -142,7 +143,10 @@ def compare(
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
         what, (head, *table) = "the settings differ from those of the run to resume", lines
-        same = "use the settings of the checkpoint"
+        settings = [_override(key, was) for key, was, _ in wrong if key in saved["recipe"] | now["recipe"]]
+        same = (
+            f"add {' '.join(settings)} to the command" if settings else "use the settings of the checkpoint"
+        )
         if {key for key, *_ in wrong} <= {*TOKEN_IDS}:
             same = f"install the versions that wrote the checkpoint ({_versions(then)})"
         texts = {"why": "the result would differ from a run without a stop", "code": "resume-mismatch"}
@@ -273,6 +277,11 @@ def _moved(key: str, then: object, now: object) -> bool:
     """Return whether only the offloading of activations differs. Offloading returns the same bits."""
     optimizer = [value in ("optimizer", "all") for value in (then, now)]
     return key == "speed.offload" and optimizer[0] == optimizer[1]
+
+
+def _override(key: str, value: object) -> str:
+    """Return the override that sets a key of the recipe, as it can be pasted."""
+    return shlex.quote(f"{key}={as_yaml(value)}")
 
 
 def _short(value: object) -> str:

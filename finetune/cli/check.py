@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli.fast_imports import fast_imports
-from finetune.cli.inputs import load, located
+from finetune.cli.inputs import counted, load, located
 from finetune.core import standard_streams
-from finetune.core.command_lines import command
+from finetune.core.command_lines import next_step
 from finetune.core.errors import UserError
 from finetune.core.formatting import labelled
 
@@ -58,13 +58,14 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.data import template_sandbox
 
     template_sandbox.start()  # it starts during the imports and the other checks
-    with fast_imports(quiet=options.quiet):
-        from finetune.preflight import checker
+    with counted(options.recipe):
+        with fast_imports(quiet=options.quiet):
+            from finetune.preflight import checker
 
-        recipe = load(options)
-    with located(recipe):
-        notes = checker.check(recipe)
-        notes = list(dict.fromkeys([*notes, *_decided(recipe)]))
+            recipe = load(options)
+        with located(recipe):
+            notes = checker.check(recipe)
+            notes = list(dict.fromkeys([*notes, *_decided(recipe)]))
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
         standard_streams.say(*map(labelled, notes), f"fine: {options.recipe}: {what}")
@@ -76,5 +77,5 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         prove_it(recipe, [options.recipe, *options.overrides], Console(quiet=options.quiet))
     if not (options.quiet or options.json):
         then = "train" if options.verify_resume or options.rehearse else "data"
-        standard_streams.say(f"next: {command(then, options.recipe, *options.overrides)}")
+        standard_streams.say(next_step(then, options.recipe, *options.overrides))
     return {"notes": notes}

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.cli import arguments
 from finetune.cli.inputs import load, located
-from finetune.core.command_lines import command
+from finetune.core.command_lines import next_step
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
 
@@ -72,5 +72,5 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
         screen.say("", f"wrote {page}")
     if not options.json:
         then = "train" if kept else "plan"
-        screen.say("", f"next: {command(then, options.recipe, *options.overrides)}")
+        screen.say("", next_step(then, options.recipe, *options.overrides))
     return {name: report.as_json() for name, report in prepared.report.items()}

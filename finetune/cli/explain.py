@@ -20,7 +20,7 @@ EXPLAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 def explain(options: argparse.Namespace) -> dict[str, Any]:
     """Describe an error code, or list all error codes."""
     if options.code is None:
-        standard_streams.say(*sorted(CODES), "", f"next: {command('explain')} CODE")
+        standard_streams.say(*sorted(CODES), "", f"next, describe one: {command('explain')} CODE")
         return {"codes": CODES}
     code = options.code.strip("[]")
     if code not in CODES:

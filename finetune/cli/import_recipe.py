@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
 from finetune.core import safe_files, standard_streams
-from finetune.core.command_lines import command
+from finetune.core.command_lines import command, next_step
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
 
@@ -63,7 +63,7 @@ def import_recipe(options: argparse.Namespace) -> dict[str, Any]:
         standard_streams.say(f"wrote {path}, translated from {state.tool}", *recipe_text.summary(state))
         standard_streams.say(*(compared.lines() if compared else ()))
         standard_streams.say(
-            f"next: {command('check', str(path))}", f"then: {command('train', str(path), *launched)}"
+            next_step("check", str(path)), f"then, train: {command('train', str(path), *launched)}"
         )
     return {
         "recipe": path,

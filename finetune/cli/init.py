@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core import safe_files, standard_streams
-from finetune.core.command_lines import command
+from finetune.core.command_lines import command, next_step
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.formatting import labelled
 from finetune.core.paths import free_name, writing
@@ -60,7 +60,7 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
         notes += checker.check(loader.load(path))
     standard_streams.say(f"wrote {path}")
     if not options.quiet:
-        standard_streams.say(*map(labelled, notes), f"next: {command('train', str(path))}")
+        standard_streams.say(*map(labelled, notes), next_step("train", str(path)))
     return {"recipe": path, "notes": notes}
 
 

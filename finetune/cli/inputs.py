@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from finetune.cli import arguments
 from finetune.core import privacy, standard_streams, strict_yaml
+from finetune.core.command_lines import command
 from finetune.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,6 +50,20 @@ def located(recipe: Recipe | None) -> Iterator[None]:
             raise
         problems = [dataclasses.replace(p, where=p.where or place(recipe, p.key)) for p in error.problems]
         raise UserError(*problems, code=error.code) from error
+
+
+@contextlib.contextmanager
+def counted(recipe: str) -> Iterator[None]:
+    """Add a last line to the errors of a recipe: their number, and what to do next."""
+    try:
+        yield
+    except UserError as error:
+        if any(problem.key for problem in error.problems):
+            count = len(error.problems)
+            errors, them = ("errors", "them") if count > 1 else ("error", "it")
+            again = command("check", recipe)
+            error.add_note(f"{count} {errors}; nothing was started. Correct {them}, then run: {again}")
+        raise
 
 
 def with_lines(problems: Iterable[Problem]) -> list[Problem]:

@@ -127,7 +127,8 @@ def failed(error: UserError) -> Outcome:
     rank, now = int(os.environ.get("RANK", "0")), time.time()
     if rank:
         time.sleep(RANK_0_FIRST)  # if all ranks fail, the launcher ends this process in the meantime
-    said = "\n".join(map(str, inputs.with_lines(error.problems)))
+    last = getattr(error, "__notes__", [])
+    said = "\n".join(map(str, [*inputs.with_lines(error.problems), *last]))
     launch_environment.report(said, now)
     standard_streams.say(*(f"rank {rank}: {said}" if rank else said).split("\n"), error=True)
     return Outcome(error.code, problems=error.problems)

@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.cli import arguments
 from finetune.cli.inputs import load, located
-from finetune.core.command_lines import command
+from finetune.core.command_lines import next_step
 
 PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--gpu", {"metavar": "NAME", "help": "GPU to plan for, such as h100-80gb (default: this machine)"}),
@@ -56,5 +56,5 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
             (f"--{one}", str(value)) for one in of_command if (value := getattr(options, one)) is not None
         ]
         words = [options.recipe, *options.overrides, *changes, *(word for pair in given for word in pair)]
-        screen.say(f"next: {command(name, *words)}")
+        screen.say(next_step(name, *words))
     return plan_report.as_json(planned, suggested)

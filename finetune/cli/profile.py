@@ -28,6 +28,6 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
             from finetune.profiling import profiler
 
         screen = Console(quiet=options.quiet or os.environ.get("RANK", "0") != "0")
-        with progress.phase(screen, "profile"):
+        with progress.phase(screen, "profile", parts=1):
             found = profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
         return profiler.as_json(found)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core import standard_streams
-from finetune.core.command_lines import command
+from finetune.core.command_lines import command, next_step
 from finetune.core.errors import Problem, UserError
 
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -25,7 +25,7 @@ def recipes(options: argparse.Namespace) -> dict[str, Any]:
         found = {name: shipped_files.purpose(path) for name, path in shipped_files.recipes().items()}
         screen = Console(quiet=options.quiet)
         screen.table("", ("recipe", "purpose"), list(found.items()))
-        screen.say("", f"next: {command('recipes', 'quickstart')}")
+        screen.say("", f"next, print one: {command('recipes', 'quickstart')}")
         return {"recipes": found}
     if options.name is None:
         fix = command("recipes", "quickstart", "--copy", options.copy)
@@ -36,5 +36,5 @@ def recipes(options: argparse.Namespace) -> dict[str, Any]:
     with paths.writing(Path(options.copy)):
         written = shipped_files.copy(options.name, Path(options.copy))
     standard_streams.say(*(f"wrote {path}" for path in written))
-    standard_streams.say(f"next: {command('train', str(written[0]))}")
+    standard_streams.say(next_step("train", str(written[0])))
     return {"written": written}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
-from finetune.cli.inputs import load, located
+from finetune.cli.inputs import counted, load, located
 from finetune.core.errors import Stopped
 from finetune.core.visible_text import visible
 
@@ -56,9 +56,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.preflight import checker, choice_checks, publish_target
     from finetune.run_folder import run_folder
 
-    recipe, main = load(options), os.environ.get("RANK", "0") == "0"
+    main = os.environ.get("RANK", "0") == "0"
+    with counted(options.recipe):
+        recipe = load(options)
+        with located(recipe):
+            notes = checker.check_without_examples(recipe) + publish_target.check_recipe(recipe)
     with located(recipe):
-        notes = checker.check_without_examples(recipe) + publish_target.check_recipe(recipe)
         if options.dry_run:
             from finetune.cli import dry_run
 

@@ -8,10 +8,22 @@ import sys
 from functools import cache
 from pathlib import Path
 
+PURPOSES = {
+    "check": "check the recipe",
+    "data": "check all examples",
+    "plan": "estimate memory and time",
+    "train": "train",
+}
+
 
 def command(*words: str) -> str:
     """Return a command of finetune that runs as printed."""
     return shlex.join([*program(), *words])
+
+
+def next_step(*words: str) -> str:
+    """Return a line with the next command and its purpose."""
+    return f"next, {PURPOSES[words[0]]}: {command(*words)}"
 
 
 @cache

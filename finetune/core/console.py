@@ -119,7 +119,8 @@ class Console:
             self._waiting.enter_context(progress.phase(self, "training", parts=total - done))
             return
         text = TextColumn("{task.description}", markup=False)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+        before = TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = (*before, TextColumn("left"), text)
         self._progress = Progress(*columns, console=self.console, transient=True)
         self._progress.start()
         self._progress.add_task("starting", total=total, completed=done)

@@ -63,7 +63,7 @@ class Phase:
         self.started = self.last = time.monotonic()
         self.bar: Progress | None = None
         self.lock, self.ended, self.covered = threading.RLock(), threading.Event(), False
-        self.part, self.share_of_part = "", None
+        self.part, self.share_of_part, self.unit = "", None, ""
         self.done = self.skipped = 0
         self.within = self.floor = 0.0
         """Share of the current part that is done, now and when its current loop began."""
@@ -83,7 +83,7 @@ class Phase:
             return Shown(self.name, None, duration(now - self.started), "")
         done, total, started = self.counts
         if not total:
-            return Shown(self.name, None, f"{done:,} done", "")
+            return Shown(self.name, None, f"{done:,} {self.unit}", "")
         left = _left(now - started, done, total - done)
         return Shown(self.name, done / total, f"{done:,} of {total:,}", left)
 
@@ -115,9 +115,9 @@ class Phase:
         self.bar.add_task("", **values)
         self.bar.start()
 
-    def begin_loop(self) -> None:
+    def begin_loop(self, unit: str) -> None:
         """Let the next loop count for half of what is left of the current part."""
-        self.floor = self.within
+        self.floor, self.unit = self.within, unit
 
     def count(self, done: int, total: int | None, started: float) -> None:
         """Store how many items of a loop are done since `started` (seconds of the monotonic clock)."""
@@ -248,16 +248,19 @@ def part(name: str, share: Callable[[], float] | None = None) -> Iterator[None]:
         shown.end_part()
 
 
-def track(items: Iterable[Item], total: int | None, size: Callable[[Item], int] = len) -> Iterator[Item]:
+def track(
+    items: Iterable[Item], total: int | None, size: Callable[[Item], int] = len, unit: str = "done"
+) -> Iterator[Item]:
     """Yield the items, and show the progress of the current phase after each.
 
     Args:
         total: the sum of all sizes; `None` if it is not known.
         size: returns the size of an item; by default its length.
+        unit: what is counted, for a loop without a known total.
     """
     started, done = time.monotonic(), 0
     if shown := _current.get():
-        shown.begin_loop()
+        shown.begin_loop(unit)
     for item in items:
         yield item
         done += size(item)

@@ -413,7 +413,7 @@ def _chunk(found: Iterator[Any]) -> list[Any]:
 def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
     """Yield (example, encoded documents) of each row that is kept. The audit counts every row."""
     found = source_loading.examples(rows, data, name, audit.report.formats, audit.report.unused)
-    found = progress.track(encode(found, audit.encoder_for), None, lambda _: 1)
+    found = progress.track(encode(found, audit.encoder_for), None, lambda _: 1, "examples")
     for example, encoded in found:
         audit.report.read[name] = audit.report.read.get(name, 0) + 1
         if isinstance(example, BadRow) or isinstance(encoded, BadRow):

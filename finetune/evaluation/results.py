@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
-from finetune.evaluation import lm_eval_harness, paired_differences, tasks
+from finetune.evaluation import lm_eval_harness, paired_differences, tasks, verdicts
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.evaluation.scoring import Score
     from finetune.recipe.schema import Eval
 
-GENERAL = tasks.GENERAL
+GENERAL = verdicts.GENERAL
 WORST = 20
 
 

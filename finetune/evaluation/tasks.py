@@ -30,7 +30,7 @@ from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.data import source_loading, template_sandbox
 from finetune.data.encoding import without_thinking
 from finetune.data.examples import BadRow
-from finetune.evaluation import limited_patterns, lm_eval_tasks, task_packages
+from finetune.evaluation import limited_patterns, lm_eval_tasks, task_packages, verdicts
 from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Section, Source
 
@@ -49,7 +49,6 @@ _COMMENT = re.compile(r"(?:^|\s)#.*")
 MOST_TASKS = 200  # maximum for one recipe
 MOST_COMPARED = 10  # unknown names for which a similar task is searched, which takes 0.1 s each
 MOST_BAD = 1000  # bad examples of a task after which finetune stops reading
-GENERAL = "general_text"  # task name in eval.json for the texts of `eval.forgetting`
 SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
 
 
@@ -398,7 +397,7 @@ def general_texts(settings: Eval) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
     name = settings.forgetting
     rows = str(Path(name).absolute())  # a relative path would be tried next to the task file first
-    source = Task(task=GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
+    source = Task(task=verdicts.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
     try:
         return [row["prompt"] for row in documents(source, name)]
     except UserError as error:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from finetune.core import formatting
 from finetune.evaluation import paired_differences
 
+GENERAL = "general_text"  # task name in eval.json for the texts of `eval.forgetting`
 BETTER, WORSE = "better", "worse"
 NO_DIFFERENCE = "no significant difference"
 NEGLIGIBLE = "negligible difference"
@@ -88,6 +89,11 @@ def family(result: dict[str, Any]) -> list[Measure]:
     return found
 
 
+def titled(name: str) -> str:
+    """Return the name of a task or measure for people: `general text loss` for `general_text loss`."""
+    return name.replace(GENERAL, "general text") if name.split(" ")[0] == GENERAL else name
+
+
 def decide(differences: list[dict[str, Any]], least: dict[str, float]) -> None:
     """Apply Holm's procedure to a family, and add `verdict`, `p_holm` and `detectable` to each difference."""
     tested = sorted((one for one in differences if one["p"] is not None), key=lambda one: one["p"])
@@ -125,7 +131,9 @@ def judge(measures: list[Measure]) -> dict[str, Any]:
     forgot = [each.name.rpartition(" ")[0] for each in measures if each.forgetting and each.word == WORSE]
     deciding = [each for each in measures if not each.forgetting and each.word]
     word, title = _whole(deciding)
-    why = ", ".join(described(each) for each in measures)
+    kept = ", ".join(described(each) for each in measures if each.forgetting)
+    why = ", ".join(described(each) for each in measures if not each.forgetting)
+    why = "; ".join(filter(None, [why, f"forgetting check: {kept}" if kept else ""]))
     if not deciding:
         missing = "the run has no validation set and no task: set data.validation or eval.tasks"
         why += f"{'; ' * bool(why)}{missing}"
@@ -159,7 +167,7 @@ def described(measure: Measure) -> str:
     scores, metric, change = measure.scores, measure.metric, measure.change
     share = formatting.is_share(metric, scores["base"], scores["tuned"])
     before, after = (formatting.number(scores[side][metric], share=share) for side in ("base", "tuned"))
-    text = f"{measure.name} {before} -> {after}"
+    text = f"{titled(measure.name)} {before} -> {after}"
     if not measure.word:
         return text
     more = ""
@@ -187,12 +195,6 @@ def title(said: dict[str, Any]) -> str:
     return f"{text}{', but' if said.get('word') == BETTER else ';'} worse on general tasks"
 
 
-def reasons(said: dict[str, Any]) -> str:
-    """Return the reasons, and the measures that are worse because of forgetting."""
-    forgot = ", ".join(map(str, said.get("forgot") or ()))
-    return str(said.get("why", "")) + (f"; worse than the base model on {forgot}" if forgot else "")
-
-
 def sentence(said: dict[str, Any]) -> str:
     """Format a verdict as one line. All outputs use it."""
-    return f"{title(said)}: {reasons(said)}"
+    return f"{title(said)}: {said.get('why', '')}"

@@ -193,7 +193,7 @@ def verdict(said: dict[str, Any], of_merged: str) -> str:
     before = f"The {of_merged} before the merge: " if of_merged else ""
     if not said.get("why"):
         return ""
-    return f"{before}**{markdown.plain(verdicts.title(said))}**: {markdown.plain(verdicts.reasons(said))}"
+    return f"{before}**{markdown.plain(verdicts.title(said))}**: {markdown.plain(str(said.get('why', '')))}"
 
 
 def usage(

@@ -35,6 +35,8 @@ class Trace(TrainerCallback):
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
+        self.finished = 0
+        """Number of finished steps, for the progress bar."""
         self.ended = self.begun = self.traced = self.lost = 0.0
         self.waits: list[float] = []
         self.steps: list[float] = []
@@ -119,6 +121,7 @@ class Trace(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         before, self.ended = self.ended, self.now()
+        self.finished = state.global_step
         if self.profiler is not None:
             if state.global_step == WARM + TIMED + TRACED["cuda" if self.cuda else "cpu"]:
                 self.leave()

@@ -458,7 +458,7 @@ def _schedule(adapter: Mapping[str, Any], steps: object) -> Found:
     every = adapter.get("orth_reg_every", 1)
     if type(every) is int and every > steps:
         what = "AdaLoRA would never compute the orthogonality term"
-        texts = {"found": as_yaml(every), "expected": f"a value <= {steps}", "fix": "orth_reg_every: 1"}
+        texts = {"found": as_yaml(every), "expected": f"at most {steps:,} steps", "fix": "orth_reg_every: 1"}
         texts |= {"why": f"the run has {steps} steps", "code": OPTION}
         return [("adapter.orth_reg_every", what, texts)]
     return []

@@ -48,10 +48,31 @@ _EXPECTED = {  # pydantic's error types in the words of a recipe
     "finite_number": "a finite number",
 }
 _BOUNDS = {
-    "greater_than_equal": (">=", "ge"),
-    "greater_than": (">", "gt"),
-    "less_than_equal": ("<=", "le"),
-    "less_than": ("<", "lt"),
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+_UNITS = {  # key, without its section -> what its number counts
+    "max_length": "tokens",
+    "max_new_tokens": "tokens",
+    "max_example_bytes": "bytes",
+    "max_uncompressed_bytes": "bytes",
+    "shuffle_buffer": "examples",
+    "limit": "examples",
+    "num_fewshot": "examples",
+    "samples": "examples",
+    "effective_batch_size": "sequences",
+    "per_device_train_batch_size": "sequences",
+    "batch_size": "sequences",
+    "max_steps": "steps",
+    "save_steps": "steps",
+    "eval_steps": "steps",
+    "skip_nonfinite": "steps",
+    "num_train_epochs": "epochs",
+    "save_total_limit": "checkpoints",
+    "dataloader_timeout": "seconds",
+    "early_stopping_patience": "evaluations",
 }
 
 _REQUIRED = {  # what to add, for a required key or section
@@ -185,9 +206,10 @@ def _batch_problem(effective: Any, micro: Any, where: Where) -> list[Problem]:
         return []
     low, high = effective // micro * micro, (effective // micro + 1) * micro
     near, fix = f"{low} or {high}" if low else f"{high}", f"effective_batch_size: {high}"
+    near = f"{near} sequences"
     what = f"this value is not a multiple of `per_device_train_batch_size: {micro}`"
     key, at = "train.effective_batch_size", place_of(("train", "effective_batch_size"), where)
-    return [Problem(what, key, at, str(effective), near, fix, code="batch-size")]
+    return [Problem(what, key, at, f"{effective} sequences", near, fix, code="batch-size")]
 
 
 def _place(item: ErrorDetails, where: Where) -> tuple[str, ...]:
@@ -219,7 +241,8 @@ def _problem(
         what = str(broken["ctx"]["error"])  # of a rule of ours
         texts = {"expected": "a path that the system accepts", "fix": "name a shorter path"}
         return Problem(what, key, place_of(path, where), show(value), code="value-type", **texts)
-    expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
+    shown = items[:1] if kind in _BOUNDS else items  # two bounds of a union would be confusing
+    expected = " or ".join(dict.fromkeys(_expected(item, path[-1]) for item in shown))
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
     what, code = ("out of range", "value-range") if kind in _BOUNDS else ("wrong type", "value-type")
     if kind == "literal_error":
@@ -321,11 +344,15 @@ def choices(name: str, allowed: Iterable[str]) -> str:
     return ", ".join(near) + (f" or one of {more} more" if more else "")
 
 
-def _expected(item: Any) -> str:
+def _expected(item: Any, name: str) -> str:
+    """Return what a key accepts. `name` is the key without its section."""
     kind = str(item["type"])
     if kind in _BOUNDS:
-        sign, name = _BOUNDS[kind]
-        return f"a value {sign} {item['ctx'][name]:g}"
+        words, bound = _BOUNDS[kind]
+        limit, unit = item["ctx"][bound], _UNITS.get(name, "")
+        unit = unit.removesuffix("s") if limit == 1 else unit
+        number = f"{limit:,.0f}" if float(limit).is_integer() else f"{limit:g}"
+        return f"{words} {number} {unit}".rstrip()
     if kind == "literal_error":
         return choices(str(item["input"]), _literals(item))
     if kind == "string_pattern_mismatch":

@@ -110,9 +110,9 @@ def _of_rates(given: dict[str, Any], peak: object) -> Iterator[Found]:
         elif not isinstance(number, int | float) or isinstance(number, bool) or not _is_finite(number):
             yield key, "wrong type", {**texts, "expected": "a finite number", "code": "value-type"}
         elif "lr" in one and number < 0:
-            yield key, "a learning rate can't be negative", {**texts, "expected": "a value >= 0"}
+            yield key, "a learning rate can't be negative", {**texts, "expected": "at least 0"}
         elif one in ENDS and isinstance(peak, int | float) and 0 < peak <= min(number, LARGEST):
-            what, expected = "the last learning rate is not below the peak", f"a value < {peak:g}"
+            what, expected = "the last learning rate is not below the peak", f"less than {peak:g}"
             why = "it is the rate to which the schedule falls from train.learning_rate"
             yield key, what, {**texts, "expected": expected, "fix": f"{one}: {peak / 10:g}", "why": why}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,7 @@ def headlines(run: Run) -> list[tuple[str, str, str]]:
         found.append(("training time", duration(seconds(run)), ""))
     if run.run_checks:
         ok = sum(bool(check["passed"]) for check in run.run_checks)
-        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", ""))
+        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", "recipe against running system"))
     return found
 
 
@@ -237,9 +238,11 @@ def reproduce(run: Run) -> tuple[str, list[str]]:
     git = run.environment.get("git")
     if git:
         dirty = " with uncommitted changes" if git.get("dirty") else ""
-        needs.append(f"finetune at commit {git['commit']}{dirty}")
+        needs.append(f"finetune at git commit {str(git['commit'])[:12]}{dirty}")
     sources = run.data["train"].sources if run.data else {}
-    needs += [f"{Path(path).name} with sha256 {digest[:12]}..." for path, digest in sources.items()]
+    needs += [
+        f"an unchanged {Path(path).name} (SHA-256 {digest[:12]}...)" for path, digest in sources.items()
+    ]
     return command, needs
 
 
@@ -256,7 +259,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         rows += list(recorded_variables.recorded(launch.get("environment") or {}).items())
     if git:
         dirty = " with uncommitted changes" if git.get("dirty") else ""
-        rows.append(("code", f"commit {git.get('commit')}{dirty}"))
+        rows.append(("finetune's code", f"git commit {git.get('commit')}{dirty}"))
     rows += [("python", found.get("python", "?")), ("platform", found.get("platform", "?"))]
     return rows + [(name, at or "not installed") for name, at in (found.get("packages") or {}).items()]
 
@@ -265,7 +268,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
 def template(path: Path = REPORT) -> Any:
     """Return a page's template. The cache helps a comparison of many runs."""
     pages = html_pages.templates(path.parent)
-    pages.filters |= {"shown": shown, "share": percent, "value": figure, "duration": duration}
+    pages.filters |= {"shown": shown, "result": result, "share": percent}
+    pages.filters |= {"value": figure, "duration": duration}
     return pages.get_template(path.name)
 
 
@@ -284,6 +288,14 @@ def render(run: Run, verdict: Verdict) -> str:
         given |= {"facts": preview.described(run.data), "remarks": preview.remarks(run.data)}
         given["mix"] = preview.mix(run.data["train"])
     return template().render(given)
+
+
+def result(check: dict[str, Any]) -> str:
+    """Return what a run check found. The hash of something unchanged tells a reader nothing."""
+    expected, actual = str(check["expected"]), str(check["actual"])
+    if not check["passed"] or expected != actual:
+        return f"expected {expected}, found {actual}"
+    return "unchanged" if re.fullmatch("[0-9a-f]{16,64}", actual) else actual
 
 
 def shown(text: object) -> str:

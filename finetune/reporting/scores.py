@@ -55,7 +55,8 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
     """
     said = found.get("verdict") or {}
     forgot = said.get("forgot") or []
-    worse = f"Forgetting check: worse than the base model on {', '.join(map(str, forgot))}"
+    names = ", ".join(verdicts.titled(str(name)) for name in forgot)
+    worse = f"Forgetting check: worse than the base model on {names}"
     doubts = [worse] if forgot else []
     learnt = f" Training loss: {figure(losses[0])} -> {figure(losses[1])}." if losses else ""
     title = verdicts.title(said)
@@ -77,7 +78,8 @@ def headlines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     for row in rows:
         base, tuned = (side.partition(ERROR)[0] for side in (row.base, row.tuned))
         change = f"change {row.change}, {row.interval}" if row.interval else ""
-        large.append((row.name, f"{base} \N{RIGHTWARDS ARROW} {tuned}", change))
+        unit = ", nats per token" if row.name == NAMES["loss"] else ""
+        large.append((f"{row.name}{unit}", f"{base} \N{RIGHTWARDS ARROW} {tuned}", change))
     return large
 
 
@@ -125,7 +127,7 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
     for key in metrics:
         way = "" if key not in better else "higher is better" if better[key] else "lower is better"
         note = ", ".join(part for part in (rows, way) if part)
-        found.append(_row(f"{name}: {key}", key, base, tuned, change.get(key), note))
+        found.append(_row(f"{verdicts.titled(name)}: {key}", key, base, tuned, change.get(key), note))
     return found
 
 

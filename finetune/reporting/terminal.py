@@ -31,31 +31,31 @@ SAMPLE = {"reference": "reference", "base": "base", "fine-tuned": "tuned"}  # sh
 def show_plan(
     screen: Console, recipe: Recipe, chosen: run_folder.Choices, data: dict[str, Report], notes: list[str]
 ) -> None:
-    """Print one table with the planned settings and their reasons, then the notes."""
-    train, validation = data["train"], data["validation"]
+    """Print one table with the planned settings, who set each and why, then the notes."""
+    train, validation, set_by = data["train"], data["validation"], recipe.origin.set_by
+    tokens = f"{train.tokens:,}, of which {train.trained_tokens:,} contribute to the loss"
+    no_validation = "none: data.validation is not set, so nothing is evaluated"
+    validated = f"{validation.kept:,} examples" if validation.rows else no_validation
+    rate, default = recipe.train.learning_rate, "default"
     rows = [
-        ("model", recipe.model.name, ""),
-        ("adapter", recipe.adapter.type, _options(recipe)),
-        ("training set", f"{train.kept:,} examples", f"{train.dropped:,} of {train.rows:,} skipped"),
-        ("training tokens", f"{train.tokens:,}", f"{train.trained_tokens:,} contribute to the loss"),
-        (
-            "validation set",
-            f"{validation.kept:,} examples",
-            "" if validation.rows else "data.validation is not set, so nothing is evaluated",
-        ),
-        (
-            "learning_rate",
-            f"{recipe.train.learning_rate:g}",
-            recipe.origin.set_by.get("train.learning_rate", "default"),
-        ),
+        ("model", recipe.model.name, set_by.get("model.name", default)),
+        ("adapter", f"{recipe.adapter.type}{_options(recipe)}", set_by.get("adapter.type", default)),
+        ("training set", f"{train.kept:,} examples, {train.dropped:,} skipped", ""),
+        ("training tokens", tokens, ""),
+        ("validation set", validated, ""),
+        ("learning_rate", f"{rate:g}", set_by.get("train.learning_rate", default)),
     ]
-    paths = run_folder.local_paths(recipe)
+    unshown = {*run_folder.local_paths(recipe)}
+    if chosen["model.storage"][0] == chosen["train.precision"][0]:
+        unshown.add("model.storage")
+    if not chosen["speed.compile"][0]:
+        unshown.add("speed.graphs")  # graphs need compiled layers
     rows += [
         (LABELS.get(key, key.partition(".")[2]), formatting.as_yaml(value), why)
         for key, (value, why) in chosen.items()
-        if key not in paths
+        if key not in unshown
     ]
-    screen.table("plan", ("setting", "value", "reason"), rows, wide=("reason",))
+    screen.table("plan", ("setting", "value", "set by"), rows, wide=("set by",))
     of_validation = [f"validation set: {remark}" for remark in validation.remarks()]
     for notice in [*train.remarks(), *of_validation, *recipe.origin.notices, *notes]:
         screen.say(f"note: {notice}")
@@ -75,11 +75,12 @@ def show_result(screen: Console, folder: RunFolder, checks: RunChecks, result: d
 
 def show_checks(screen: Console, checks: RunChecks) -> None:
     """Print how many run checks passed. Print the table if one failed, or with `--verbose`."""
-    passed = sum(check.passed for check in checks.entries)
-    if screen.verbose or passed < len(checks.entries):
-        rows = [(c.option, "yes" if c.passed else "NO", c.expected, c.actual) for c in checks.entries]
-        screen.table("run checks", ("option", "passed", "expected", "actual"), rows)
-    screen.say("", f"{passed} of {len(checks.entries)} run checks passed (checks.json)")
+    passed, total = sum(check.passed for check in checks.entries), len(checks.entries)
+    if screen.verbose or passed < total:
+        rows = [(c.option, "passed" if c.passed else "FAILED", c.expected, c.actual) for c in checks.entries]
+        screen.table("run checks", ("setting", "result", "expected", "actual"), rows)
+    meaning = ": the run used the settings of the recipe" if passed == total else ""
+    screen.say("", f"{passed} of {total} run checks passed{meaning}")
 
 
 def show_scores(screen: Console, result: dict[str, Any]) -> None:
@@ -96,20 +97,26 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
     if len(result["sources"]) > 1:
         rows += [_score_row(f"loss of {source['source']}", "loss", source) for source in result["sources"]]
     for name, task in result["tasks"].items():
-        rows += [_score_row(f"{name} {metric}", metric, task) for metric in task["higher_is_better"]]
+        title = verdicts.titled(name)
+        rows += [_score_row(f"{title} {metric}", metric, task) for metric in task["higher_is_better"]]
     if rows:
         columns = ("", "base", "fine-tuned", "difference (95% CI)", "verdict")
         screen.table("result", columns, rows, wide=("verdict",))
-    screen.say(verdicts.sentence(result["verdict"]), style="bold")
+    screen.say(verdicts.title(result["verdict"]), style="bold")
+    screen.say(result["verdict"]["why"])
     for note in result["settings"]["notes"]:
         screen.say(f"note: {note}")
-    for sample in result["samples"]:
+    for number, sample in enumerate(result["samples"], 1):
         prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
         rows = [
             ("prompt", prompt),
             *((name, sample[key][:400]) for name, key in SAMPLE.items()),
         ]
-        screen.table("", ("", ""), [line for name, text in rows for line in _lines_of(name, text)])
+        screen.table(
+            f"validation example {number}",
+            ("", ""),
+            [line for name, text in rows for line in _lines_of(name, text)],
+        )
 
 
 def _lines_of(name: str, text: str) -> list[tuple[str, str]]:
@@ -133,13 +140,15 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
 def show_next(screen: Console, folder: RunFolder) -> None:
     """Print the commands that continue from a finished run, each as it can be pasted."""
     path = str(folder.path)
-    screen.say("", f"the run is in {path}; its report is {path}/report.html", style="bold")
-    screen.say("next:", f"  {command('chat', path)}")
+    screen.say("", f"saved in {path}; open {path}/report.html", style="bold")
+    steps = [("chat with it", ("chat", path))]
     if folder.adapter.exists():
-        screen.say(f"  {command('merge', path)}")
-        screen.say(f"  {command('export', path, '--to', 'vllm')}")
-    screen.say(f"  {command('publish', path, '--dry-run')}")
+        steps.append(("merge the adapter", ("merge", path)))
+        steps.append(("serve it with vLLM", ("export", path, "--to", "vllm")))
+    steps.append(("preview an upload", ("publish", path, "--dry-run")))
+    screen.say("next:", *(f"  {purpose + ':':<20}{command(*words)}" for purpose, words in steps))
 
 
 def _options(recipe: Recipe) -> str:
-    return ", ".join(f"{key} {value}" for key, value in recipe.adapter.options().items())
+    options = ", ".join(f"{key} {value}" for key, value in recipe.adapter.options().items())
+    return f": {options}" if options else ""

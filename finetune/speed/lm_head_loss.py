@@ -117,9 +117,7 @@ def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice
         prove_fused(model, unsupported_reason)
         return Choice("trl", "asked for")
     if not unsupported_reason:
-        return Choice(
-            "chunked", "asked for" if asked == "chunked" else "auto: it equals the model's own loss"
-        )
+        return Choice("chunked", "asked for" if asked == "chunked" else "auto: less memory, the same loss")
     if asked == "chunked":
         what, fix = "the chunked loss does not work for this run", "speed.loss: auto"
         problem = Problem(

@@ -71,12 +71,14 @@ def choices(
     how = f"{set_by.get('train.max_steps', 'recipe')}: max_steps" if recipe.train.max_steps else how
     processes = f"{launch.processes} process{'es' * (launch.processes > 1)}"
     factors = f"micro-batch {batch.per_device} x {batch.accumulation} accumulation x {processes}"
-    split = f"{batch.effective} = {factors}"
+    split = f"effective batch size {batch.effective} = {factors}"
 
     def by(key: str, who: str, choice: Choice) -> str:
         if choice.reason.startswith(SET_BY):
             return choice.reason
-        return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
+        if choice.reason == "asked for":
+            return set_by.get(key, "recipe")
+        return f"{who}: {choice.reason.removeprefix('auto: ')}"
 
     stored = setup.storage.value if setup.storage.value in adapter_types.QUANTIZED else "none"
     storage, parts = setup.storage, optimizer_choice.unsaved(recipe.train, launch.keeper)
@@ -117,7 +119,10 @@ def choices(
         ),
         "train.output_dir": (str(run.folder.path), set_by.get("train.output_dir", "default")),
         "train.per_device_train_batch_size": (batch.per_device, per_device),
-        "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),
+        "train.gradient_accumulation_steps": (
+            batch.accumulation,
+            f"default: {batch.effective} / ({batch.per_device} x {processes})",
+        ),
         "train.steps": (steps, how),
         "train.precision": (
             formatting.precision(launch.precision),

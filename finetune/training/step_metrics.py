@@ -121,8 +121,9 @@ class Metrics(TrainerCallback):
         logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
         self.all_waited, self.all_seconds = self.all_waited + self.waited, self.all_seconds + seconds * steps
         self.append(record)
-        used = record["gpu_memory_gib"] or record["host_memory_gib"]
-        line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used:.1f} GiB"
+        on_gpu = record["gpu_memory_gib"]
+        used = f"VRAM {on_gpu:.1f} GiB" if on_gpu else f"RAM {record['host_memory_gib']:.1f} GiB"
+        line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used}"
         self.screen.step(state.global_step, state.max_steps, line)
         self.logged_at, self.logged_step, self.logged_tokens, self.waited = (
             now,

@@ -65,7 +65,8 @@ def test_auto_after_out_of_memory_halves_the_micro_batch_last(train) -> None:
     assert numbers(run) == numbers(told) and same(weights(run), weights(told))
     assert yaml.safe_load(run.recipe.read_text())["train"]["per_device_train_batch_size"] == 2
     assert set_by(run)["per_device_train_batch_size"][1].startswith(
-        "auto after out of memory: the first step did not fit with 8, 4: 8 = micro-batch 2 x 4 accumulation"
+        "auto after out of memory: the first step did not fit with 8, 4: "
+        "effective batch size 8 = micro-batch 2 x 4 accumulation"
     )
     steps = [(r["expected"], r["actual"]) for r in run.read("checks.json") if "auto after" in r["option"]]
     assert steps == [("none", "norms"), ("norms", "full"), ("8", "4"), ("4", "2")]

@@ -165,7 +165,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         "−1.5 (95% CI −1.6 to −1.4) ✓ better",  # noqa: RUF001 (a real minus)
         "arith: acc",
         "Forgetting check",
-        "general_text: loss",
+        "general text: loss",
         "✗ worse",
         "Validation loss by source",
         "Samples side by side",
@@ -282,7 +282,11 @@ def test_a_run_check_that_does_not_match_comes_first_and_spoils_the_verdict(fold
     said = page.said()
     assert f"1 of {len(run_checks)} run checks failed" in said and "mixed" in page.classes
     section = said[said.index("Run checks", said.index("Training")) :]
-    assert section.index("✗ NO") < section.index("✓ yes") and "expected one thing, found another" in section
+    assert (
+        section.index("✗ failed") < section.index("✓ passed")
+        and "expected one thing, found another" in section
+    )
+    assert re.search(r"base weights after training\s*:\s*unchanged", section)
 
 
 def test_without_held_out_rows(train) -> None:
@@ -301,7 +305,7 @@ def test_a_run_that_failed(train, capsys) -> None:
     run.recipe.write_text(run.recipe.read_text().replace("learning_rate: 1e-30", "learning_rate: 0.0"))
     said = page_of(run).said()
     assert "The run failed and saved no weights" in said and "The run ended after step 5." in said
-    assert "trained weights changed" in said and "Set a learning rate above 0" in said and "✗ NO" in said
+    assert "trained weights changed" in said and "Set a learning rate above 0" in said and "✗ failed" in said
 
 
 def test_training_ends_with_a_page_and_is_not_spoilt_by_it(train, monkeypatch, capsys) -> None:

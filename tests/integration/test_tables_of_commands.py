@@ -49,9 +49,9 @@ def test_next_line_of_a_command_on_a_recipe_runs(name, then, small, two_layers, 
     printed = capsys.readouterr().out
     assert_commands_run(printed)
     assert [shlex.split(command)[1:] for command in commands_in(printed)] == [[then, *words]]
-    assert printed.splitlines()[-1].startswith("next: ")
+    assert printed.splitlines()[-1].startswith("next, ")
     assert main.main([name, *words, "--json"]) == 0
-    assert "next: " not in "".join(capsys.readouterr())
+    assert "next, " not in "".join(capsys.readouterr())
 
 
 def test_next_line_of_a_plan_keeps_its_machine_and_its_launch(capsys) -> None:

@@ -8,7 +8,11 @@ from collections import Counter
 
 from finetune.cli import main
 
-_COMMAND = re.compile(r"^(?:next:|.*; next:|  resume with:)? *((?:\S*/)?finetune (?:[a-z]+) ?.*)$", re.M)
+_PURPOSE = r"  (?!found|expected|why|help)[a-z][^:]*:"
+_COMMAND = re.compile(
+    rf"^(?:next:|next, [^:]*:|{_PURPOSE}|.*; next:|  resume with:)? *((?:\S*/)?finetune (?:[a-z]+) ?.*)$",
+    re.M,
+)
 
 
 def commands_in(text: str) -> list[str]:

@@ -25,7 +25,7 @@ import psutil
 from finetune.checkpointing import checkpoints
 from finetune.core import command_lines, formatting, progress
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.experiments.runner import verify_resume
+from finetune.experiments.runner import kept_runs, verify_resume
 from finetune.preflight import choice_checks
 from finetune.recipe import adapter_types
 
@@ -76,23 +76,27 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     # Both phases of AdaLoRA fit into 12 steps
     own += [f"adapter.{key}=4" for key in ("tinit", "tfinal") if key in recipe.adapter.options()]
     short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
-    train = ["train", *command, *short, "--quiet"]
+    train, half = ["train", *command, *short, "--quiet"], steps // 2
+    until = [f"train.output_dir={straight}", f"--until={steps}"]
+    ends = (Exit.STOPPED, Exit.DONE)
+    killed, resumed = (kept_runs.share_of_steps(lived, number, None) for number in (half, steps))
+    whole = kept_runs.share_of_steps(straight, steps, None)
     try:
-        with progress.phase(screen, "training until the run is killed"):
-            phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=steps // 2)
-        newest, *older = checkpoints.published(lived / "checkpoints")
-        if checkpoints.step_of(newest) == steps and older:  # leave at least one step for the new process
-            shutil.rmtree(newest)
-        screen.say(f"killed the run after step {steps // 2}; resuming it in a new process ...")
-        with progress.phase(screen, "training the resumed run"):
-            phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
-        screen.say("training the same steps without a stop, for comparison ...")
-        until = [f"train.output_dir={straight}", f"--until={steps}"]
-        ends = (Exit.STOPPED, Exit.DONE)
-        with progress.phase(screen, "training without a stop"):
-            phases += _live([*train, *until], straight, expected=ends, said="without a stop: ")
-        parts = verify_resume.compare(straight, lived, steps)
-        phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived)
+        with progress.phase(screen, "rehearsal", parts=4):
+            with progress.part("until the run is killed", killed):
+                phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=half)
+            newest, *older = checkpoints.published(lived / "checkpoints")
+            if checkpoints.step_of(newest) == steps and older:  # leave at least one step for the new process
+                shutil.rmtree(newest)
+            screen.say(f"killed the run after step {half}; resuming it in a new process ...")
+            with progress.part("resumed run", lambda: (steps * resumed() - half) / (steps - half)):
+                phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
+            screen.say("training the same steps without a stop, for comparison ...")
+            with progress.part("without a stop", whole):
+                phases += _live([*train, *until], straight, expected=ends, said="without a stop: ")
+            parts = verify_resume.compare(straight, lived, steps)
+            with progress.part("publishing"):
+                phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived)
         size = checkpoints.size_of(lived / "checkpoints" / f"step-{steps}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig.batch_size import most_processes, split_batch
 from finetune.checkpointing import checkpoints
-from finetune.core import command_lines, progress
+from finetune.core import command_lines, progress, safe_files
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.experiments.runner import kept_runs
 from finetune.hardware import detection
 from finetune.preflight import choice_checks
 from finetune.recipe import adapter_types
@@ -52,8 +53,6 @@ class Part(NamedTuple):
     values: int
     """Number of values besides the tensors."""
     differing: list[str]
-    digest: str
-    """sha256 of the uninterrupted run's part."""
 
 
 def run(recipe: Recipe, command: list[str], screen: Console) -> None:
@@ -70,11 +69,29 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     choice_checks.pinned(recipe)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="finetune-proof-"))
+    with progress.phase(screen, "verify-resume", parts=2):
+        parts, last, shorter = _both_runs(recipe, command, screen, folder)
+    rows = [(p.name, f"{p.tensors}", f"{p.values}", _verdict(p)) for p in parts]
+    columns = ("part of the checkpoint", "tensors", "other values", "result")
+    screen.table("resumed run and run without a stop", columns, rows)
+    own = [text for text in shorter if text not in ALWAYS]
+    changed = f" (with {', '.join(own)})" if own else ""
+    said = f"compared {HALF} + {last - HALF} steps with a resume and {last} steps without a stop{changed}"
+    screen.say("", f"{said} in {time.monotonic() - started:.0f} s")
+    refuse(parts, "a resumed run differs from a run without a stop", "report this as a bug, with the recipe")
+    screen.say("verified: a resumed run of this recipe equals a run without a stop, bit for bit")
+
+
+def _both_runs(
+    recipe: Recipe, command: list[str], screen: Console, folder: Path
+) -> tuple[list[Part], int, list[str]]:
+    """Train without a stop and with a resume. Return the compared parts, the last step and the overrides."""
     try:
         straight, resumed = folder / "straight", folder / "resumed"
         shorter = shortened(recipe)
         until = f"--until={2 * HALF}"
-        with progress.phase(screen, "training without a stop"):
+        share = kept_runs.share_of_steps(straight, 2 * HALF, None)
+        with progress.part("without a stop", share):
             _train([*command, *shorter, f"train.output_dir={straight}", until])
         last = max(map(checkpoints.step_of, checkpoints.published(straight / "checkpoints")))
         if last <= HALF:
@@ -82,23 +99,17 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
             texts = {"expected": f"more than {HALF} steps", "fix": "train.max_steps=12"}
             raise UserError(Problem(what, "train.max_steps", "", found, **texts, code="value-range"))
         screen.say(f"resuming in a new process from step {HALF} ...")
-        for name in (f"checkpoints/step-{HALF}", "metrics.jsonl"):
-            source, target = straight / name, resumed / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        with progress.phase(screen, "training the resumed run"):
+        middle = f"checkpoints/step-{HALF}"
+        shutil.copytree(straight / middle, resumed / middle)
+        lines = (straight / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        before = [line for line in lines if json.loads(line)["step"] <= HALF]
+        safe_files.write_text(resumed, "metrics.jsonl", "".join(before))
+        logged = kept_runs.share_of_steps(resumed, 2 * HALF, None)  # starts at the half
+        with progress.part("resumed run", lambda: 2 * logged() - 1):
             _train([*command, *shorter, f"train.output_dir={resumed}", "--resume", until])
-        parts = compare(straight, resumed, last)
+        return compare(straight, resumed, last), last, shorter
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    rows = [(p.name, f"{p.tensors}", f"{p.values}", _verdict(p), p.digest[:16]) for p in parts]
-    screen.table("resumed run and run without a stop", ("part", "tensors", "values", "", "sha256"), rows)
-    own = [text for text in shorter if text not in ALWAYS]
-    changed = f" (with {', '.join(own)})" if own else ""
-    said = f"compared {HALF} + {last - HALF} steps with a resume and {last} steps without a stop{changed}"
-    screen.say("", f"{said} in {time.monotonic() - started:.0f} s")
-    refuse(parts, "a resumed run differs from a run without a stop", "report this as a bug, with the recipe")
-    screen.say("verified: a resumed run of this recipe equals a run without a stop, bit for bit")
 
 
 def outside_a_launch(words: list[str]) -> None:
@@ -118,8 +129,7 @@ def compare(straight: Path, resumed: Path, step: int) -> list[Part]:
         a, b = one.get(name, {}), other.get(name, {})
         differing = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
         tensors = sum(key.endswith(" tensor") for key in a)
-        digest = hashlib.sha256(json.dumps(a, sort_keys=True).encode()).hexdigest()
-        found.append(Part(name, tensors, len(a) - tensors, differing, digest))
+        found.append(Part(name, tensors, len(a) - tensors, differing))
     return found
 
 

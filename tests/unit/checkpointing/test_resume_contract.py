@@ -29,6 +29,16 @@ def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
             assert "speed.offload" in resume_contract.compare(both[0], both[1], Path("step-3"))[0]
 
 
+def test_changed_recipe_names_both_values_and_the_overrides_that_restore_it() -> None:
+    saved = {"adapter.r": 16, "adapter.target_modules": ["q_proj", "v_proj"], "train.learning_rate": 0.004}
+    now = {"adapter.r": 8, "train.learning_rate": 0.004, "train.weight_decay": 0.1}
+    then, today = ({"recipe": recipe, "facts": {}, "chosen": {}} for recipe in (saved, now))
+    with pytest.raises(UserError, match=r"adapter\.r +16 +8\n") as raised:
+        resume_contract.compare(then, today, Path("step-3"))
+    overrides = "adapter.r=16 'adapter.target_modules=[q_proj, v_proj]' train.weight_decay=null"
+    assert raised.value.problems[0].fix.startswith(f"add {overrides} to the command, or start a new run")
+
+
 def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None:
     """Another mix of the same files, or another order, is another training."""
     rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)

@@ -13,7 +13,7 @@ import yaml
 
 import finetune
 from finetune.cli import arguments, main
-from finetune.core import error_codes, errors
+from finetune.core import command_lines, error_codes, errors
 from finetune.distributed import launch_environment
 from support.paths import QUICKSTART, ROOT
 
@@ -369,6 +369,23 @@ def test_wrong_command_line_with_json_prints_an_object(capsys) -> None:
     printed = json.loads(capsys.readouterr().out)
     assert printed["command"] == "check" and printed["exit_code"] == 2 and printed["result"] is None
     assert printed["problems"][0]["what"] == "`finetune check` has no option `--fst`"
+
+
+@pytest.mark.parametrize("name", ["check", "train"])
+def test_failed_check_ends_with_the_number_of_errors_and_the_next_command(name, tmp_path, capsys) -> None:
+    words = [name, str(QUICKSTART), f"train.output_dir={tmp_path}/run"]
+    assert main.main([*words, "adapter.type=lroa", "train.max_steps=-3"]) == 2
+    *lines, last = capsys.readouterr().err.splitlines()
+    again = command_lines.command("check", str(QUICKSTART))
+    assert last == f"2 errors; nothing was started. Correct them, then run: {again}"
+    assert "  expected:  at least 1 step" in lines
+    assert main.main([*words, "data.max_length=2"]) == 2
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert last == f"1 error; nothing was started. Correct it, then run: {again}"
+    assert "  expected:  at least 8 tokens" in lines
+    assert not (tmp_path / "run").exists()
+    assert main.main([name, "absent.yaml"]) == 2  # the file is not a recipe with errors
+    assert "nothing was started" not in capsys.readouterr().err
 
 
 def test_help_lists_every_command_once_in_a_screen_of_80_columns(capsys) -> None:

@@ -241,8 +241,8 @@ def test_prepare_fills_a_folder_that_training_finds(data, tmp_path, capsys) -> N
     folder = tmp_path / "kept data"
     assert data("--prepare", str(folder)) == 0
     shown = capsys.readouterr().out
-    (line,) = [line for line in shown.splitlines() if line.startswith("next: ")]
-    command = shlex.split(line.removeprefix("next: "))
+    (line,) = [line for line in shown.splitlines() if line.startswith("next, train: ")]
+    command = shlex.split(line.removeprefix("next, train: "))
     assert command[:3] == ["finetune", "train", str(QUICKSTART)] and command[-1] == f"data.cache_dir={folder}"
     assert "【" not in shown
     recipe = load_recipe(command[2], command[3:])

@@ -139,7 +139,7 @@ def test_forgetting_does_not_decide_and_is_named() -> None:
     found = verdicts.verdict(result)
     assert found["word"] == BETTER and found["forgot"] == ["kept"]
     assert verdicts.title(found) == "Better than the base model, but worse on general tasks"
-    assert verdicts.sentence(found).endswith("; worse than the base model on kept")
+    assert "; forgetting check: kept " in verdicts.sentence(found)
     slight = evaluation({**FELL}, kept=task(change(-3.6e-7, 1e-9, "score"), forgetting=True))
     assert verdicts.verdict(slight)["forgot"] == []
 

@@ -137,7 +137,7 @@ train:
     }
     assert f"{path}:1:" in found["model.torch_dtype"] and "mixed_precision" in found["model.torch_dtype"]
     assert "move it to `adapter:`" in found["data.r"] and f"{path}:4:3" in found["data.r"]
-    assert "< 1" in found["adapter.lora_dropout"] and "1.5" in found["adapter.lora_dropout"]
+    assert "less than 1" in found["adapter.lora_dropout"] and "1.5" in found["adapter.lora_dropout"]
     assert "learning_rate" in found["train.learning_rat"] and f"{path}:9:3" in found["train.learning_rat"]
     assert "an integer" in found["train.max_steps"] and '"ten"' in found["train.max_steps"]
 
@@ -202,7 +202,7 @@ def test_old_and_misplaced_names_are_explained(override: str, says: str) -> None
 def test_allowed_values_of_strings_and_booleans_are_the_strings() -> None:
     """pydantic names `True` without quotes: it became an empty text, and the nearest to what was written."""
     item = {"type": "literal_error", "input": 1, "ctx": {"expected": "'fast', True or 'slow'"}}
-    assert recipe_errors._expected(item) in ("fast, slow", "slow, fast")
+    assert recipe_errors._expected(item, "optim") in ("fast, slow", "slow, fast")
 
 
 def test_only_three_keys_are_required(recipe_file) -> None:
@@ -278,7 +278,7 @@ def test_data_may_be_called_as_a_task_is(recipe_file, tmp_path) -> None:
             "have no labels",
         ),
         (["adapter.type=xlora"], "adapter.type", "trains no new one"),
-        (["adapter.loraplus_lr_ratio=0.5"], "loraplus_lr_ratio", ">= 1"),
+        (["adapter.loraplus_lr_ratio=0.5"], "loraplus_lr_ratio", "at least 1"),
     ],
 )
 def test_what_excludes_an_adapter_is_said_with_a_remedy(overrides: list[str], key: str, says: str) -> None:
@@ -346,11 +346,11 @@ def test_what_is_inside_a_section_survives_the_run_folder(given: str, tmp_path) 
         ("model.name.x=3", "override", "has a value and no keys below it"),
         ("foo.bar=3", "override", "unknown section"),
         ("train.run_name=hf_" + "c" * 30, "override", "HF_TOKEN"),
-        ("train.seed=4294967296", "override", "< 4.29497e+09"),
+        ("train.seed=4294967296", "override", "less than 4,294,967,296"),
         ("train.learning_rate=.inf", "override", "finite"),
-        ("train.warmup_steps=.inf", "override", "<= 1e+15"),
+        ("train.warmup_steps=.inf", "override", "at most 1,000,000,000,000,000"),
         ("train.num_train_epochs=.inf", "override", "finite"),
-        ("train.pad_to_multiple_of=0", "override", ">= 1"),
+        ("train.pad_to_multiple_of=0", "override", "at least 1"),
         ("train.logging_steps=1.5", "override", "an integer"),
         ("train.save_steps=0", "override", "train.save_steps"),
         ("train.adam_beta1=x", "override", "train.adam_beta1:"),

@@ -1,10 +1,14 @@
 """What a finished run prints about its run checks."""
 
+import shlex
+
 import pytest
 
+from finetune.cli import main
 from finetune.core.console import Console
 from finetune.core.run_checks import RunChecks
 from finetune.reporting import terminal
+from finetune.run_folder.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -17,5 +21,23 @@ def test_table_of_run_checks_only_with_verbose_or_a_failed_check(verbose, passed
     checks.add("optimizer", "adamw", "adamw" if passed else "sgd", "its class")
     terminal.show_checks(Console(verbose=verbose), checks)
     said = capsys.readouterr().out
-    assert f"{1 + passed} of 2 run checks passed (checks.json)" in said
+    assert f"{1 + passed} of 2 run checks passed" in said
     assert ("optimizer" in said) == is_table
+    assert ("the run used the settings of the recipe" in said) == passed
+    assert ("FAILED" in said) != passed
+
+
+def test_next_commands_say_what_each_is_for_and_can_be_pasted(tmp_path, capsys) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.adapter.mkdir(parents=True)
+    terminal.show_next(Console(), folder)
+    said = capsys.readouterr().out
+    next_steps = [line.strip().split(": ", 1) for line in said.split("next:\n")[1].splitlines()]
+    assert [purpose for purpose, _ in next_steps] == [
+        "chat with it",
+        "merge the adapter",
+        "serve it with vLLM",
+        "preview an upload",
+    ]
+    for _, command in next_steps:
+        main.parse(shlex.split(command)[1:])
