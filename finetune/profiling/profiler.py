@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import progress, safe_files, upstream_private
+from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console
 from finetune.core.errors import Problem, Stopped, UserError
 from finetune.hardware import detection
@@ -161,8 +161,7 @@ def run(path: str, overrides: list[str], output: str, callbacks: Sequence[Any] =
     trace = Trace(machine.device == "cuda")
     try:
         short = loader.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
-        share = progress.part("tracing a step", lambda: trace.finished / STEPS)
-        with share, contextlib.suppress(Traced):
+        with trace.shown(), contextlib.suppress(Traced):
             pipeline.run(short, verbosity="quiet", callbacks=[*callbacks, trace])
     except Stopped as stopped:
         by = str(stopped).partition(";")[0]

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from finetune.core import upstream_private
+from finetune.core import progress, upstream_private
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
@@ -44,6 +46,10 @@ class Trace(TrainerCallback):
         self.ranges: list[Any] = []
         self.profiler: Any = None
         self.attention = ""
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Show the finished steps as a part of the current phase."""
+        return progress.part("tracing a step", lambda: self.finished / STEPS)
 
     def now(self) -> float:
         if self.cuda:

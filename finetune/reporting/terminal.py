@@ -141,12 +141,12 @@ def show_next(screen: Console, folder: RunFolder) -> None:
     """Print the commands that continue from a finished run, each as it can be pasted."""
     path = str(folder.path)
     screen.say("", f"saved in {path}; open {path}/report.html", style="bold")
-    steps = [("chat with it", ("chat", path))]
+    steps = {"chat with it": command("chat", path)}
     if folder.adapter.exists():
-        steps.append(("merge the adapter", ("merge", path)))
-        steps.append(("serve it with vLLM", ("export", path, "--to", "vllm")))
-    steps.append(("preview an upload", ("publish", path, "--dry-run")))
-    screen.say("next:", *(f"  {purpose + ':':<20}{command(*words)}" for purpose, words in steps))
+        steps["merge the adapter"] = command("merge", path)
+        steps["serve it with vLLM"] = command("export", path, "--to", "vllm")
+    steps["preview an upload"] = command("publish", path, "--dry-run")
+    screen.say("next:", *(f"  {purpose + ':':<20}{text}" for purpose, text in steps.items()))
 
 
 def _options(recipe: Recipe) -> str:

@@ -53,7 +53,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
     "experiments/runner/measured_run.py": ({"mkdir"}, "folders; `refuse_links` came first"),
     "experiments/runner/rehearsal.py": ({"mkdtemp", "rmtree"}, "a new temporary folder"),
     "experiments/runner/verify_resume.py": (
-        {"mkdtemp", "rmtree", "mkdir"},
+        {"mkdtemp", "rmtree", "copytree"},
         "a new temporary folder",
     ),
     "export/folder_export.py": ({"copyfile"}, "a new folder of `private_folder`"),
