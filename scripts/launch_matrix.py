@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch, patch_environment
 
-from finetune.autoconfig import base_quantization, mixed_precision
+from finetune.autoconfig import base_quantization, launch_settings
 from finetune.core.errors import Problem, UserError
 from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config
@@ -93,7 +93,7 @@ def cell(config: Path, kind: str, base: str) -> str:
         with launched(config):
             found = launch_conflicts.problems(machine, kind, model, data, Speed())
             if not found:
-                started = mixed_precision.launch(machine)
+                started = launch_settings.read(machine)
                 base_quantization.choose_base(
                     stored, kind, started.precision, machine, lambda: "the column says which"
                 )

@@ -16,7 +16,7 @@ from finetune.recipe.adapter_types import QUANTIZED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.autoconfig.launch_settings import Launch
     from finetune.hardware.detection import Hardware
     from finetune.quantization.stored_weights import Stored
 

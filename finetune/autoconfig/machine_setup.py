@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from finetune.autoconfig import attention_choice, base_quantization, mixed_precision
+from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from finetune.autoconfig.attention_choice import Attends, RowLayout
-    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.autoconfig.launch_settings import Launch
     from finetune.hardware.detection import Hardware
     from finetune.quantization.stored_weights import Stored
 
@@ -88,7 +88,7 @@ def choose(
         UserError: this machine, its packages or the launch do not support a requested setting (exit 3).
     """
     hardware = detection.detect()
-    started = mixed_precision.launch(hardware)
+    started = launch_settings.read(hardware)
     stored, against_fp8 = weights.stored, weights.against_fp8
     by_launch = started.fp8 == launch_environment.FROZEN and base == "auto" and against_fp8 is not None
     if against_fp8 is not None and (reason := base_quantization.whole_base(started)):

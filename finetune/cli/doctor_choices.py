@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import attention_choice, base_quantization, mixed_precision
+from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
 from finetune.autoconfig.attention_choice import RowLayout
 from finetune.core import run_checks
 from finetune.core.errors import UserError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
     """Choose the attention kernel for the recipe, or for a Llama if there is no recipe or no config."""
     rows, attends, unread = RowLayout(packed=False, longest=1024), None, ""
-    dtype = mixed_precision.DTYPES[mixed_precision.launch(machine).precision]
+    dtype = mixed_precision.DTYPES[launch_settings.read(machine).precision]
     if recipe:
         rows = RowLayout(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
         try:
@@ -42,7 +42,7 @@ def base(recipe: Recipe | None, machine: Hardware) -> run_checks.Choice:
     requested, kind = (recipe.model.quantization, recipe.adapter.type) if recipe else ("auto", "lora")
     try:
         return base_quantization.choose_base(
-            requested, kind, mixed_precision.launch(machine).precision, machine, against_fp8
+            requested, kind, launch_settings.read(machine).precision, machine, against_fp8
         )
     except UserError as error:
         return run_checks.Choice("-", f"{error.problems[0].what}; {error.problems[0].fix}")

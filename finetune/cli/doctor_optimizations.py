@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.autoconfig import data_loader, mixed_precision
+from finetune.autoconfig import data_loader, launch_settings, mixed_precision
 from finetune.autoconfig.batch_size import most_processes
 from finetune.autoconfig.compilation import Work, choose_compile
 from finetune.cli import doctor_choices
@@ -57,7 +57,7 @@ def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice
         why = "asked for" if requested else "bf16 autocast leaves little in fp32; set train.tf32=true"
         tf32 = tf32._replace(state="active" if requested else "off", why=why)
     fp8 = "active" if base.value == "fp8" else "off"
-    missing = mixed_precision.fp8_missing(machine, mixed_precision.launch(machine).precision)
+    missing = mixed_precision.fp8_missing(machine, launch_settings.read(machine).precision)
     fp8, why = ("not possible", missing) if missing else (fp8, base.reason)
     benchmark = Optimization("cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions", "GPU")
     return [bf16, tf32, Optimization("fp8 base model", "model.quantization", fp8, why, "sm_89"), benchmark]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from finetune.autoconfig import memory_estimate, mixed_precision
+from finetune.autoconfig import launch_settings, memory_estimate, mixed_precision
 from finetune.autoconfig.batch_size import most_processes
 from finetune.cli import doctor_choices, doctor_optimizations
 from finetune.core import formatting
@@ -96,7 +96,7 @@ def _machine(machine: Hardware) -> list[tuple[str, str]]:
 
 
 def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
-    launch = mixed_precision.launch(machine)
+    launch = launch_settings.read(machine)
     base = doctor_choices.base(recipe, machine)
     launcher = "accelerate launch" if machine.count > 1 else "in place"
     _, fewer = most_processes(recipe.train if recipe else Train(), machine.count)

@@ -66,6 +66,11 @@ class Prepared:
     read: Any = None
     """For streamed data: shared counts of read and skipped examples, an int64 tensor [workers, 2]."""
 
+    @property
+    def rows(self) -> int | None:
+        """The number of training sequences; `None`: they are read during training."""
+        return len(self.train) if self.read is None else None
+
 
 def prepare(
     data: Data,

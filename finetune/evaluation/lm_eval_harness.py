@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from finetune.autoconfig import mixed_precision
+from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.core import packages, standard_streams, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data.template_sandbox import ChatTemplate, render
@@ -324,7 +324,7 @@ def language_model(
             goes_on = not add_generation_prompt
             return chat_text(self.tokenizer, chat_history, options, goes_on=goes_on, date=date)
 
-    precision = mixed_precision.launch(detection.detect()).precision
+    precision = launch_settings.read(detection.detect()).precision
     wrapped: Any = Limited(
         pretrained=model,
         tokenizer=tokenizer,

@@ -20,7 +20,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
-from finetune.autoconfig import mixed_precision
+from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, LARGEST_BATCH
 from finetune.core import progress
 from finetune.core.errors import Exit, Problem, UserError, first_line
@@ -205,7 +205,7 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
 @contextlib.contextmanager
 def inference(model: PreTrainedModel | PeftModel) -> Any:
     """Prepare a model for inference: eval mode, no gradients, attention with masks, and autocast."""
-    precision = mixed_precision.launch(detection.detect()).precision
+    precision = launch_settings.read(detection.detect()).precision
     model.eval()
     with (
         torch.no_grad(),  # not inference_mode, in which torchao 0.18 cannot cast fp8 layers

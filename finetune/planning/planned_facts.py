@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import mixed_precision
+from finetune.autoconfig import launch_settings
 from finetune.autoconfig.batch_size import split_batch
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
@@ -22,7 +22,7 @@ def planned_run(
 ) -> tuple[PlannedRun, dict[str, Choice]]:
     """Return the facts of a run, and the choices that they need: base model storage and attention."""
     model = architecture.read(recipe.model)
-    target = Target(machine, processes, by, by.precision or mixed_precision.launch(machine).precision)
+    target = Target(machine, processes, by, by.precision or launch_settings.read(machine).precision)
     base, attention = planned_storage.storage_and_attention(recipe, model, target)
     batch = split_batch(recipe.train, processes // by.sharing)
     rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device, recipe.train.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import machine_setup, mixed_precision, optimizer_choice
+from finetune.autoconfig import launch_settings, machine_setup, optimizer_choice
 from finetune.core.errors import UserError
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -40,6 +40,6 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
         if contradictions:
             raise UserError(*contradictions)
-    launched = sharding_cost.launched(by, processes, mixed_precision.launch(machine).precision)
+    launched = sharding_cost.launched(by, processes, launch_settings.read(machine).precision)
     none = Choice("", "")
     optimizer_choice.check(recipe.train, recipe.speed, machine_setup.Setup(machine, launched, none, none))

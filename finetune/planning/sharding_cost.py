@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.autoconfig import memory_estimate
-from finetune.autoconfig.mixed_precision import Launch
+from finetune.autoconfig.launch_settings import Launch
 from finetune.core import shipped_files
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import launch_environment

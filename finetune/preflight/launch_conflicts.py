@@ -6,7 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import attention_choice, batch_size, mixed_precision
+from finetune.autoconfig import attention_choice, batch_size, launch_settings
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml
 from finetune.core.packages import install_extra, installed
@@ -424,7 +424,7 @@ def check_launch(recipe: Recipe) -> None:
         what = f"{by} of the {CONFIG} does not work with a search for the batch size"
         why, fix = f"the search runs before {by} shards the weights", f"set `{key}: 1` or a larger number"
         raise UserError(Problem(what, key, found="auto", why=why, fix=fix, code="launch-config"))
-    processes = mixed_precision.launch(detection.detect()).processes
+    processes = launch_settings.read(detection.detect()).processes
     if problems := deepspeed_values(recipe.train, processes):
         raise UserError(*problems)
     if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:

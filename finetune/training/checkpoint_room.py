@@ -1,22 +1,19 @@
-"""Check that checkpoints fit, and that the base model is the one of the checkpoint that is resumed."""
+"""Check that checkpoints fit on the disk and in memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.adapters import initialization, trainable_parameters
+from finetune.adapters import trainable_parameters
 from finetune.autoconfig import optimizer_choice
-from finetune.checkpointing import checkpoints, resume_contract, training_state
-from finetune.distributed import collectives, launch_environment, sharded_tensors
-from finetune.models import fingerprint
+from finetune.checkpointing import checkpoints, training_state
+from finetune.distributed import collectives, sharded_tensors
 
 if TYPE_CHECKING:
     from torch import nn
 
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-    from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Recipe
 
 
@@ -53,25 +50,3 @@ def check_space(
         collectives.from_main(
             lambda: training_state.check_memory(total_bytes, training_state.available(groups))
         )
-
-
-def frozen_fingerprint(adapted: nn.Module, checkpoint: VerifiedCheckpoint | None, checks: RunChecks) -> str:
-    """Return the fingerprint of the frozen weights.
-
-    Refuse a run that can't resume from `checkpoint`, before anything in its folder changes.
-    """
-
-    def look() -> str:
-        return fingerprint.fingerprint(trainable_parameters.frozen(adapted))
-
-    rebased = initialization.rebases(adapted)  # by rank 0, and DDP sends it to the others
-    if launch_environment.read_by_rank_0() or rebased:
-        frozen = collectives.from_main(look)
-    else:
-        frozen = look()
-        collectives.agree({"weights of the base": frozen})
-    if checkpoint:
-        checks.check()
-        resume_contract.check_base(checkpoint.contract, frozen, checkpoint.path, decomposed=rebased)
-        training_state.structure(checkpoint.path)
-    return frozen

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
     from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.autoconfig.launch_settings import Launch
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Train
     from finetune.training.trainer import Trainer

@@ -27,14 +27,14 @@ from accelerate.utils.memory import clear_device_cache
 from trl.trainer.sft_config import SFTConfig
 
 from finetune.adapters import initialization
-from finetune.autoconfig.batch_size import count_steps, split_batch
+from finetune.autoconfig.batch_size import split_batch
 from finetune.checkpointing import resume, resume_contract
 from finetune.core import progress, safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, restart_together
-from finetune.evaluation import lm_eval_harness, scoring, tasks
+from finetune.evaluation import scoring
 from finetune.hardware import detection
 from finetune.kernels import attention_functions
 from finetune.models import router_loss
@@ -50,11 +50,11 @@ from finetune.training import (
     checkpoint_room,
     launch_checks,
     model_setup,
-    optimizers,
     resolved_recipe,
     resume_facts,
     saved_evaluation,
     speed_setup,
+    start_checks,
     step_work,
     stopping,
     trackers,
@@ -209,8 +209,6 @@ class _RunData:
 
     tokenizer: PreTrainedTokenizerBase
     prepared: Prepared
-    rows: int | None
-    """The number of training sequences; `None`: they are read during training."""
     arguments: SFTConfig
     length: resume_facts.RunLength
     contract: dict[str, Any]
@@ -240,8 +238,7 @@ def _begin(
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     collectives.agree(resume_facts.recipe_facts(recipe))
     folder = shared_folder(where, arguments)
-    tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
-    tasks.general_texts(recipe.eval)  # a fault of theirs would end the run after its last step
+    start_checks.check_evaluation(recipe)
     set_seed(recipe.train.seed)
 
     recipe = training_data.with_template_date(recipe, folder, requested.resumes)
@@ -251,14 +248,11 @@ def _begin(
     checkpoint = find_checkpoint(recipe.train, requested.resumes, setup, folder)
     run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
     batch = batch_setup.settle_batch(run, batch, arguments)
-    rows = None if recipe.data.streaming else len(prepared.train)
-    steps = count_steps(recipe.train, rows, batch, setup.launch.data_parallel_size)
-    optimizers.check_schedule(arguments, steps)
-    length = resume_facts.RunLength(batch, steps)
+    length = start_checks.count_steps(recipe, setup, batch, prepared, arguments)
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
     if checkpoint:
         checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
-    return run, _RunData(tokenizer, prepared, rows, arguments, length, contract)
+    return run, _RunData(tokenizer, prepared, arguments, length, contract)
 
 
 def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
@@ -281,7 +275,7 @@ def _load_model(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     with stage("tried the speed options on the model", "speed"):
         fast = speed_setup.make_fast(run, adapted, data.arguments, work)
     checkpoint_room.check_space(adapted, recipe, setup, where)
-    base = checkpoint_room.frozen_fingerprint(adapted, run.checkpoint, run.checks)
+    base = resume_facts.frozen_fingerprint(adapted, run.checkpoint, run.checks)
     if recipe.train.per_device_train_batch_size == "auto" and not run.correction.micro_batch:
         shown = batch_search.SearchData(train, recipe.data, cast("int", data.tokenizer.pad_token_id))
         batch = batch_setup.search_batch(run, adapted, batch, fast, shown)
@@ -308,7 +302,7 @@ def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> _Loaded:
         return loaded
     resolved_recipe.write_start(run, choices, reports, adapted, data.arguments)
     repeats = launch_checks.notes_on_repeats(
-        recipe.train, data.rows, plan.batch, setup.launch.data_parallel_size, plan.steps
+        recipe.train, data.prepared.rows, plan.batch, setup.launch.data_parallel_size, plan.steps
     )
     terminal.show_plan(run.console, recipe, choices, reports, [*run.checks.notes, *repeats])
     safe_files.make_folder(folder.path, "checkpoints/.staging")

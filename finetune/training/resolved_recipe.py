@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
     from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.mixed_precision import Launch
+    from finetune.autoconfig.launch_settings import Launch
     from finetune.core.run_checks import Choice
     from finetune.data.audit import Report
     from finetune.hardware.detection import Hardware

@@ -6,15 +6,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl.trainer.sft_config import SFTConfig
 
+from finetune.adapters import initialization, trainable_parameters
 from finetune.autoconfig.batch_size import Batch
-from finetune.checkpointing import resume_contract
+from finetune.checkpointing import resume_contract, training_state
 from finetune.distributed import collectives, launch_environment
+from finetune.models import fingerprint
 from finetune.training import resolved_recipe
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
     from finetune.autoconfig.machine_setup import Setup
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
+    from finetune.core.run_checks import RunChecks
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
 
@@ -81,3 +86,25 @@ def contract_of(
     )
     collectives.agree({name: str(fact) for name, fact in contract["facts"].items() if name != "hardware"})
     return contract
+
+
+def frozen_fingerprint(adapted: nn.Module, checkpoint: VerifiedCheckpoint | None, checks: RunChecks) -> str:
+    """Return the fingerprint of the frozen weights.
+
+    Refuse a run that can't resume from `checkpoint`, before anything in its folder changes.
+    """
+
+    def look() -> str:
+        return fingerprint.fingerprint(trainable_parameters.frozen(adapted))
+
+    rebased = initialization.rebases(adapted)  # by rank 0, and DDP sends it to the others
+    if launch_environment.read_by_rank_0() or rebased:
+        frozen = collectives.from_main(look)
+    else:
+        frozen = look()
+        collectives.agree({"weights of the base": frozen})
+    if checkpoint:
+        checks.check()
+        resume_contract.check_base(checkpoint.contract, frozen, checkpoint.path, decomposed=rebased)
+        training_state.structure(checkpoint.path)
+    return frozen

@@ -1,16 +1,20 @@
-"""Check the start of a run without a model: its launch, folder, checkpoint, data and schedule."""
+"""Check the start of a run before its model: its launch, folder, checkpoint, data and schedule."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.autoconfig.batch_size import count_steps, split_batch
+from finetune.autoconfig import batch_size
 from finetune.checkpointing import resume, resume_contract
 from finetune.evaluation import lm_eval_harness, tasks
 from finetune.preflight import choice_checks, token_checks
 from finetune.training import load_data, optimizers, resume_facts, stopping, training_arguments
 
 if TYPE_CHECKING:
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.autoconfig.machine_setup import Setup
     from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
@@ -37,24 +41,41 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Plann
         UserError: a launch, a folder, a checkpoint, examples, or values of SFTConfig or of the schedule.
     """
     setup, checkpoint = choice_checks.setup_of(recipe), resume.find_in(recipe.train.output_dir, resumes)
-    batch = split_batch(recipe.train, setup.launch.data_parallel_size)
+    batch = batch_size.split_batch(recipe.train, setup.launch.data_parallel_size)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     sft_config = (
         training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
     )
-    tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
+    check_evaluation(recipe)
     tokenizer, prepared = load_data.prepare_data(recipe)
     token_checks.check_texts(recipe, tokenizer)
-    rows = None if recipe.data.streaming else len(prepared.train)
-    steps = count_steps(recipe.train, rows, batch, setup.launch.data_parallel_size)
-    if sft_config:
-        optimizers.check_schedule(sft_config, steps)
+    length = count_steps(recipe, setup, batch, prepared, sft_config)
     if sft_config and not launches:
         stopping.check(recipe.train, resumes, setup.launch.keeper)
-        length = resume_facts.RunLength(batch, steps)
         contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, sft_config)
         if checkpoint:
             resume_contract.compare(checkpoint.contract, contract, checkpoint.path)
     later = checkpoint and not (sft_config and not launches)
     unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(later)
     return PlannedStart(prepared, checkpoint, unseen)
+
+
+def check_evaluation(recipe: Recipe) -> None:
+    """Refuse tasks, texts and a metric which would end the run after its last step."""
+    tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
+    tasks.general_texts(recipe.eval)
+
+
+def count_steps(
+    recipe: Recipe, setup: Setup, batch: Batch, prepared: Prepared, arguments: SFTConfig | None
+) -> resume_facts.RunLength:
+    """Count the optimizer steps of a run, and refuse a schedule that does not fit into them.
+
+    Args:
+        arguments: `None`: this process can't build them, and the schedule is not checked.
+    """
+    shards = setup.launch.data_parallel_size
+    steps = batch_size.count_steps(recipe.train, prepared.rows, batch, shards)
+    if arguments:
+        optimizers.check_schedule(arguments, steps)
+    return resume_facts.RunLength(batch, steps)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from finetune.autoconfig import mixed_precision
+from finetune.autoconfig import launch_settings
 from finetune.checkpointing import checkpoints
 from finetune.hardware import detection
 from finetune.planning import planned_machine, planner
@@ -159,7 +159,7 @@ def test_advice_is_what_the_run_would_not_refuse(given, launched, processes, fir
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     made = loader.load(QUICKSTART, [*given, "data.max_length=256"])
-    launch = mixed_precision.Launch("here", processes, 0, "bf16", "hardware", "")
+    launch = launch_settings.Launch("here", processes, 0, "bf16", "hardware", "")
     setup = SimpleNamespace(hardware=H100, launch=launch)
     allowed = partial(allowed_changes.allows, made, setup)
     found = oom_recovery.fixes(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from finetune.autoconfig import mixed_precision
+from finetune.autoconfig import launch_settings
 from finetune.checkpointing import checkpoints, resume, training_state
 from finetune.cli import arguments, main
 from finetune.core import signals
@@ -134,7 +134,7 @@ def test_what_deepspeed_keeps_apart_is_told_by_the_launch(monkeypatch) -> None:
         with monkeypatch.context() as launch:
             for name, value in ({"ACCELERATE_USE_DEEPSPEED": "true"} | given).items():
                 launch.setenv(name, value)
-            assert mixed_precision.launch(machine).keeper == said
+            assert launch_settings.read(machine).keeper == said
 
 
 def test_a_second_signal_leaves_at_once(monkeypatch) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from finetune.autoconfig import machine_setup, mixed_precision
+from finetune.autoconfig import launch_settings, machine_setup
 from finetune.autoconfig.batch_size import split_batch
 from finetune.core.errors import UserError
 from finetune.core.run_checks import Choice
@@ -48,7 +48,7 @@ def refused(key: str, value: Any, folder: Path) -> list[Any]:
         checker.check_without_examples(recipe, with_weights=False)
     except UserError as error:
         return list(error.problems)
-    setup = machine_setup.Setup(CPU, mixed_precision.launch(CPU), Choice("sdpa", ""), Choice("", ""))
+    setup = machine_setup.Setup(CPU, launch_settings.read(CPU), Choice("sdpa", ""), Choice("", ""))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an odd value may warn; only errors count here
         training_arguments.training_arguments(recipe.train, recipe.data, setup, split_batch(recipe.train, 1))

@@ -20,7 +20,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 from safetensors.torch import load_file, save_file
 
-from finetune.autoconfig.mixed_precision import Launch
+from finetune.autoconfig.launch_settings import Launch
 from finetune.cli import main
 from finetune.core import packages, privacy, standard_streams, untrusted_files
 from finetune.core.console import Console

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from finetune.autoconfig.launch_settings import Launch
 from finetune.autoconfig.machine_setup import Setup
-from finetune.autoconfig.mixed_precision import Launch
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
 from finetune.models import loading

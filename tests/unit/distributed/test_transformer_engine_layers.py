@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.autoconfig import mixed_precision
+from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.core.errors import UserError
 from finetune.distributed import transformer_engine_layers
 from finetune.hardware import detection
@@ -62,7 +62,7 @@ def test_without_such_a_launch_nothing_is_kept() -> None:
 @pytest.mark.usefixtures("launched")
 def test_no_checkpoint_leaves_out_what_its_layers_remember(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_precision, "fp8_missing", lambda *_: "")
-    keeper = mixed_precision.launch(detection.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)).keeper
+    keeper = launch_settings.read(detection.Hardware("cuda", "NVIDIA H100", 1, (9, 0), 79.6, 8)).keeper
     stopping.check(Train(), None, keeper)
     with pytest.raises(UserError, match="state that TransformerEngine keeps") as raised:
         stopping.check(Train(save_strategy="steps"), None, keeper)

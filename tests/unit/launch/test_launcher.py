@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from finetune.autoconfig import machine_setup, mixed_precision
+from finetune.autoconfig import launch_settings, machine_setup
 from finetune.autoconfig.batch_size import most_processes, split_batch
 from finetune.cli import doctor_report, main
 from finetune.core import run_checks
@@ -188,7 +188,7 @@ def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatc
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     train(code=3)
     with pytest.raises(UserError, match="the CPU can't train in fp16") as raised:
-        mixed_precision.launch(CPU)
+        launch_settings.read(CPU)
     assert raised.value.code == 3 and 'mixed_precision: "no"` or bf16' in raised.value.problems[0].fix
     AcceleratorState._reset_state(reset_partial_state=True)  # another test of this process may have left one
     made = Accelerator(cpu=True, mixed_precision="fp16")
@@ -209,7 +209,7 @@ def test_a_batch_that_can_t_be_split_starts_on_one_gpu(on, capsys) -> None:
 def test_one_process_computes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched for one GPU where three are visible, it would be spread over them (DataParallel)."""
     loaded, none = loader.load(str(QUICKSTART), []), run_checks.Choice("", "")
-    launched = mixed_precision.launch(CPU)
+    launched = launch_settings.read(CPU)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     setup, batch = machine_setup.Setup(gpus(3), launched, none, none), split_batch(loaded.train, 1)
     assert training_arguments.training_arguments(loaded.train, loaded.data, setup, batch).n_gpu == 1
@@ -218,7 +218,7 @@ def test_one_process_computes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_gpu_without_workers_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is decided of workers would be refused, and the recipe has not asked for it."""
     loaded, none = loader.load(str(QUICKSTART), ["train.dataloader_num_workers=0"]), run_checks.Choice("", "")
-    setup = machine_setup.Setup(gpus(1), mixed_precision.launch(CPU), none, none)
+    setup = machine_setup.Setup(gpus(1), launch_settings.read(CPU), none, none)
     made = training_arguments.training_arguments(
         loaded.train, loaded.data, setup, split_batch(loaded.train, 1)
     )

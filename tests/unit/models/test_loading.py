@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from finetune.autoconfig import base_quantization, machine_setup, mixed_precision
+from finetune.autoconfig import base_quantization, launch_settings, machine_setup
 from finetune.core.errors import Exit, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import deepspeed_zero
@@ -93,20 +93,20 @@ def test_a_run_check_that_does_not_match_stops_with_its_code() -> None:
 @pytest.mark.parametrize(("machine", "precision"), [(CPU, "no"), (H100, "bf16"), (T4, "fp16")])
 def test_precision_without_a_launcher(machine: Hardware, precision: str, monkeypatch) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    launch = mixed_precision.launch(machine)
+    launch = launch_settings.read(machine)
     assert (launch.precision, launch.precision_by) == (precision, "hardware")
 
 
 def test_the_launch_owns_precision(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert mixed_precision.launch(H100).precision == "no"
+    assert launch_settings.read(H100).precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(UserError, match="does not support bf16") as raised:
-        mixed_precision.launch(T4)
+        launch_settings.read(T4)
     assert raised.value.code == 3
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UserError, match="needs a GPU with fp8 GEMMs") as raised:
-        mixed_precision.launch(T4)
+        launch_settings.read(T4)
     assert raised.value.code == 3
 
 

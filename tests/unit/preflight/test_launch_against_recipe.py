@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MistralConfig
 
-from finetune.autoconfig import machine_setup, mixed_precision, optimizer_choice
-from finetune.autoconfig.mixed_precision import Launch
+from finetune.autoconfig import launch_settings, machine_setup, optimizer_choice
+from finetune.autoconfig.launch_settings import Launch
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import launch_environment
@@ -282,7 +282,7 @@ def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkey
     assert (setup.launch.precision, setup.storage.value) == ("fp8", "fp32") and problems("full") == ""
     for machine in (T4, CPU):  # Accelerate would take fp16 with a warning
         with pytest.raises(UserError, match="needs a GPU with fp8 GEMMs") as raised:
-            mixed_precision.launch(machine)
+            launch_settings.read(machine)
         assert raised.value.code == 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.autoconfig import machine_setup, mixed_precision
+from finetune.autoconfig import launch_settings, machine_setup
 from finetune.autoconfig.batch_size import split_batch
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
@@ -28,7 +28,7 @@ def test_pad_to_multiple_of_follows_the_attention_kernel(
     attention: str, given: list[str], multiple: int | None
 ) -> None:
     recipe = loader.load(QUICKSTART, given)
-    setup = machine_setup.Setup(CPU, mixed_precision.launch(CPU), Choice(attention, ""), Choice("", ""))
+    setup = machine_setup.Setup(CPU, launch_settings.read(CPU), Choice(attention, ""), Choice("", ""))
     batch = split_batch(recipe.train, 1)
     made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     assert made.pad_to_multiple_of == multiple
