@@ -144,22 +144,22 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
     """Return the content of a JSON file that must hold an object (exit 2)."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        fix = DOWNLOAD_AGAIN
-        what, found = "the file has no JSON object", f"a {type(content).__name__}"
-        why = "transformers expects an object in this file"
-        raise UserError(Problem(what, key, str(path), found, "{...}", fix, why=why, code="model-files"))
+        raise UserError(_no_object("the file has no JSON object", content, path, key))
     return content
+
+
+def _no_object(what: str, content: object, path: Path, key: str) -> Problem:
+    found, why = f"a {type(content).__name__}", "transformers expects an object in this file"
+    return Problem(what, key, str(path), found, "{...}", DOWNLOAD_AGAIN, why=why, code="model-files")
 
 
 def _read(path: Path, key: str) -> Any:
     try:
         return regular_files.read_json(path, key)
     except ValueError as error:
-        found = str(error)[:200]
-        fix = DOWNLOAD_AGAIN
-        raise UserError(
-            Problem("the file is not JSON", key, str(path), found, fix=fix, code="model-files")
-        ) from None
+        what, found = "the file is not JSON", str(error)[:200]
+        problem = Problem(what, key, str(path), found, fix=DOWNLOAD_AGAIN, code="model-files")
+        raise UserError(problem) from None
 
 
 def _index(path: Path, key: str) -> Iterator[Problem]:
@@ -168,9 +168,8 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict):
         what, expected = "the file is not an index of weight files", "weight_map: {tensor: file}"
-        fix = DOWNLOAD_AGAIN
-        why = "the index says which file holds a tensor"
-        yield Problem(what, key, str(path), "", expected, fix, why=why, code="model-files")
+        texts = {"why": "the index says which file holds a tensor", "code": "model-files"}
+        yield Problem(what, key, str(path), "", expected, DOWNLOAD_AGAIN, **texts)
         return
     if not isinstance(content.get("metadata"), dict):  # transformers 5.22 would raise a KeyError
         what, fix = "the index of weight files has no metadata", 'add "metadata": {} to the file'
@@ -193,10 +192,7 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
     """Check that a config does not choose kernels or trust remote code. Only the recipe may do that."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        fix = DOWNLOAD_AGAIN
-        what, found = "the config has no JSON object", f"a {type(content).__name__}"
-        why = "transformers expects an object in this file"
-        yield Problem(what, key, str(path), found, "{...}", fix, why=why, code="model-files")
+        yield _no_object("the config has no JSON object", content, path, key)
         return
     for name, value in _entries(content):
         if _IMPLEMENTATION.fullmatch(name):

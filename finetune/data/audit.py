@@ -274,6 +274,12 @@ class Audit:
             held_out: the audit of the validation examples.
         """
         report, lengths = self.report, np.frombuffer(self.lengths, dtype=np.int32)
+
+        def show(kind: str, rows: np.ndarray, count: int) -> None:
+            if len(rows):
+                report.counts[kind] = count
+                report.places[kind] = [places(int(index)) for index in rows[:MAX_SHOWN]]
+
         if len(lengths):
             counts, edges = np.histogram(lengths, bins=BINS)
             percentiles = np.percentile(lengths, [1, 25, 50, 75, 99])
@@ -281,21 +287,15 @@ class Audit:
             report.lengths["percentiles"] = percentiles.tolist()
         rows, digests = self.of_rows()
         again = np.setdiff1d(rows, rows[np.unique(digests, return_index=True)[1]])
-        if len(again):
-            report.counts["duplicates"] = len(again)
-            report.places["duplicates"] = [places(int(index)) for index in again[:MAX_SHOWN]]
+        show("duplicates", again, len(again))
         if held_out:
             _, other = held_out.of_rows()
             both = rows[np.isin(digests, other, kind="sort")]
-            if len(both):
-                report.counts["in_validation"] = int(np.isin(other, digests, kind="sort").sum())
-                report.places["in_validation"] = [places(int(index)) for index in both[:MAX_SHOWN]]
+            show("in_validation", both, int(np.isin(other, digests, kind="sort").sum()))
             ours, theirs = (np.frombuffer(one.conversations, np.uint64) for one in (self, held_out))
             shared = np.unique(np.frombuffer(self.members, np.int64)[np.isin(ours, theirs)])
             shared = np.setdiff1d(shared, both)
-            if len(shared):
-                report.counts["same_conversation"] = len(shared)
-                report.places["same_conversation"] = [places(int(index)) for index in shared[:MAX_SHOWN]]
+            show("same_conversation", shared, len(shared))
         report.trained_by = dict(self.trained_by)
         report.loss_weight = report.trained_tokens - self.reduced if self.reduced else 0.0
         report.token_ids = self.token_ids.hexdigest()

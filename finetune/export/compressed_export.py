@@ -75,10 +75,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     report |= {"files": folder_export.sizes(folder)}
     report["serving_check"] = folder_export.check(folder, job, job.quantize)
     report["notes"] = [NOT_RUN]
-    serve = ["vllm", "serve", ".", "--served-model-name", job.name]
-    sglang = ["python", "-m", "sglang.launch_server", "--model-path", ".", "--served-model-name", job.name]
-    commands = {"serve": [shlex.join(serve), shlex.join(sglang)], "client": vllm_export.client(job.name)}
-    return report | commands
+    return report | vllm_export.serving(job.name)
 
 
 def check_weights(folder: Path, source: Path) -> None:

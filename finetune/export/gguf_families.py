@@ -69,6 +69,13 @@ def load_gguf() -> Any:
     return importlib.import_module("gguf")
 
 
+def tensor_names(config: ModelConfig, family: Family) -> Any:
+    """Return gguf's table from the names of a checkpoint's tensors to llama.cpp's names."""
+    gguf = load_gguf()
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
+    return gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+
+
 def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a text model.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.export import gguf_families, gguf_file, vllm_rules
-from finetune.export.gguf_families import GgufTensor, load_gguf
+from finetune.export.gguf_families import GgufTensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,9 +53,7 @@ def plan(names: list[str], config: ModelConfig, family: gguf_families.Family) ->
     Raises:
         UserError: llama.cpp has no such tensor (exit 2).
     """
-    gguf = load_gguf()
-    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
-    table = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    table = gguf_families.tensor_names(config, family)
     planned, unknown = list[GgufTensor](), list[str]()
     for name in sorted(names):
         half = HALF.fullmatch(name)
@@ -68,10 +66,15 @@ def plan(names: list[str], config: ModelConfig, family: gguf_families.Family) ->
             heads.get(half["module"].rpartition(".")[2], 0) if family.permuted and half["half"] == "B" else 0
         )
         planned.append(GgufTensor(f"{found}.lora_{half['half'].lower()}", (name,), _rows(rows)))
-    if unknown:
-        what, found = "llama.cpp has no place for a tensor of the adapter", ", ".join(unknown[:3])
-        raise UserError(Problem(what, found=found, fix="remove --adapter", code="export"))
+    refuse_tensors("llama.cpp", unknown)
     return planned
+
+
+def refuse_tensors(program: str, names: list[str]) -> None:
+    """Refuse tensors of an adapter that a program has no place for (exit 2)."""
+    if names:
+        what, found = f"{program} has no place for a tensor of the adapter", ", ".join(names[:3])
+        raise UserError(Problem(what, found=found, fix="remove --adapter", code="export"))
 
 
 def _rows(heads: int) -> Any:

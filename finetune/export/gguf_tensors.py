@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.core.errors import Problem, UserError
-from finetune.export.gguf_families import Family, GgufTensor, in_pairs, load_gguf, rope_tensors
+from finetune.export import gguf_families
+from finetune.export.gguf_families import Family, GgufTensor, in_pairs, rope_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,10 +28,7 @@ def plan(names: Sequence[str], config: ModelConfig, family: Family) -> list[Gguf
     Raises:
         UserError: llama.cpp has no tensor for one of them (exit 2).
     """
-    gguf = load_gguf()
-
-    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
-    table = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    table = gguf_families.tensor_names(config, family)
     planned, unknown = list[GgufTensor](), list[str]()
     tied = config.tie_word_embeddings
     for name, sources, compute in sorted(_parts(names)):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save
 
 from finetune.core import safe_files
-from finetune.core.errors import Problem, UserError
 from finetune.export import gguf_file, gguf_lora
 
 if TYPE_CHECKING:
@@ -41,9 +40,7 @@ def convert(adapter: Path, layers: int) -> tuple[dict[str, torch.Tensor], dict[s
                 continue
             keys.add(key["key"])
             tensors[f"{half['module']}.lora_{half['half'].lower()}"] = source.tensor(name).T.contiguous()
-    if unknown:
-        what, found = "mlx-lm has no place for a tensor of the adapter", ", ".join(unknown[:3])
-        raise UserError(Problem(what, found=found, fix="remove --adapter", code="export"))
+    gguf_lora.refuse_tensors("mlx-lm", unknown)
     rank = int(config["r"])
     scale = float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
     lora = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)}

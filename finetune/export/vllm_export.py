@@ -28,9 +28,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
     report["serving_check"] = folder_export.check(folder, job, job.quantize)
     report["notes"] = ["vLLM itself was not run: transformers read the files that vLLM reads"]
-    serve = ["vllm", "serve", ".", "--served-model-name", job.name]
-    sglang = ["python", "-m", "sglang.launch_server", "--model-path", ".", "--served-model-name", job.name]
-    return report | {"serve": [shlex.join(serve), shlex.join(sglang)], "client": client(job.name)}
+    return report | serving(job.name)
 
 
 def check_adapter(adapter: Path) -> int:
@@ -76,6 +74,13 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
         f"{job.name}=.",
     ]
     return report | {"serve": [shlex.join(serve), shlex.join(sglang)], "client": client(job.name)}
+
+
+def serving(name: str) -> dict[str, Any]:
+    """Return the commands that serve the folder of a whole model, and the script that asks the server."""
+    serve = ["vllm", "serve", ".", "--served-model-name", name]
+    sglang = ["python", "-m", "sglang.launch_server", "--model-path", ".", "--served-model-name", name]
+    return {"serve": [shlex.join(serve), shlex.join(sglang)], "client": client(name)}
 
 
 def client(name: str) -> list[str]:

@@ -343,8 +343,7 @@ DATASET = {  # keys of an entry of `datasets` that finetune has for each source
 def translate(state: Translation, where: str, gpus: int) -> None:
     """Fill a translation from an axolotl config."""
     _only_sft(state, where)
-    model = state.take("base_model")
-    state.set("model.name", model, "base_model", model)
+    state.move("base_model", "model.name")
     entries = state.take("datasets") or []
     _datasets(state, entries, where)
     types = [str(entry.get("type")).partition(":")[0].partition(".")[0] for entry in entries]
@@ -646,28 +645,10 @@ def _adapter(state: Translation) -> None:
 
 def _attention(state: Translation) -> None:
     named = state.take("attn_implementation")
-    flags = [
-        key
-        for key in (
-            "flash_attention",
-            "xformers_attention",
-            "sdp_attention",
-            "flex_attention",
-            "eager_attention",
-        )
-        if state.source.get(key) is not None
-    ]
-    for key in flags:
-        state.record(
-            SAME, key, state.source.pop(key), "`model.attention: auto` uses FlashAttention where it runs"
-        )
+    for kind in ("flash", "xformers", "sdp", "flex", "eager"):
+        state.same(f"{kind}_attention", "`model.attention: auto` uses FlashAttention where it runs")
     if named in ATTENTION:
-        state.record(
-            SAME,
-            "attn_implementation",
-            named,
-            "`model.attention: auto` chooses the fastest kernel that runs here",
-        )
+        state.record(SAME, "attn_implementation", named, common.KERNEL)
     elif named:
         state.unsupported("attn_implementation", named, "`model.attention: auto` chooses a kernel")
     on = state.take("gradient_checkpointing", False)
@@ -800,8 +781,7 @@ def _schedule(state: Translation) -> None:
     epochs = float(state.source.get("num_epochs") or 1.0)
     if (top := state.take("max_steps")) is not None and top > 0:
         state.set("train.max_steps", top, "max_steps", top)
-        if (value := state.take("num_epochs")) is not None:
-            state.record(SAME, "num_epochs", value, "max_steps ends the training")
+        state.same("num_epochs", "max_steps ends the training")
     low = state.take("cosine_min_lr_ratio")
     if low and state.source.get("lr_scheduler") in (None, "cosine"):
         state.recipe["train.lr_scheduler_kwargs"] = {"min_lr_rate": low}

@@ -14,6 +14,7 @@ _STAGE = re.compile(r"(?:zero|stage|z)[-_]?([0-3])")
 NO_EFFECT = "it changes no result"
 ALWAYS = "finetune always does this"
 LAUNCH = "the precision comes from the launch: accelerate_configs/"
+KERNEL = "`model.attention: auto` chooses the fastest kernel that runs here"
 TRACKER = "set `train.report_to` and the tracker's own environment variables"
 
 # Arguments of transformers.Trainer whose values finetune owns elsewhere, or that change no result
@@ -133,6 +134,15 @@ def lora(state: Translation, keys: dict[str, str], quantized: str = "") -> None:
     elif quantized:
         state.recipe["model.quantization"] = quantized
     state.recipe["adapter.type"] = kind
+    adapter_options(state, keys)
+
+
+def adapter_options(state: Translation, keys: dict[str, str]) -> None:
+    """Translate the options of an adapter.
+
+    Args:
+        keys: the tool's key -> PEFT's key.
+    """
     for key, name in keys.items():
         if key in state.source:
             state.apply_rule(key, state.source.pop(key), Rule(f"adapter.{name}"))
@@ -158,8 +168,7 @@ def keep_trainer_defaults(state: Translation, max_length: int, learning_rate: fl
 def duration(state: Translation) -> None:
     """Translate the length of the training: a number of steps has priority over epochs."""
     if int(number(state.source.get("max_steps")) or -1) > 0:
-        if (epochs := state.take("num_train_epochs")) is not None:
-            state.record(SAME, "num_train_epochs", epochs, "max_steps ends the training")
+        state.same("num_train_epochs", "max_steps ends the training")
     elif "max_steps" in state.source:
         state.record(SAME, "max_steps", state.take("max_steps"), "it is off")
 

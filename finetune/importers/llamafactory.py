@@ -216,8 +216,7 @@ def translate(state: Translation, where: str, gpus: int) -> None:
         text = "see `data.format: text` and `data.too_long: split`" if stage == "pt" else ""
         raise common.not_sft(TOOL, kind, where, text)
     state.record(SAME, "stage", "sft", "finetune trains with supervision")
-    model = state.take("model_name_or_path")
-    state.set("model.name", model, "model_name_or_path", model)
+    state.move("model_name_or_path", "model.name")
     _datasets(state, where)
     _adapter(state)
     _template(state)
@@ -235,10 +234,7 @@ def translate(state: Translation, where: str, gpus: int) -> None:
         if packing and not neat:
             text = "without neat_packing, packed examples attend to each other; in finetune they never do"
             state.unsupported("neat_packing", False, text)
-    if (name := state.take("fsdp_transformer_layer_cls_to_wrap")) is not None:
-        state.record(
-            SAME, "fsdp_transformer_layer_cls_to_wrap", name, "finetune finds the class of the layers"
-        )
+    state.same("fsdp_transformer_layer_cls_to_wrap", "finetune finds the class of the layers")
     iterations = state.take("pissa_iter")
     if state.take("pissa_init", False):
         state.source["pissa_init"] = 16 if iterations is None else iterations
@@ -482,9 +478,7 @@ def _adapter(state: Translation) -> None:
         )
     if kind == "oft":
         state.set("adapter.type", "oft", "finetuning_type", kind)
-        for key, name in OFT.items():
-            if key in state.source:
-                state.apply_rule(key, state.source.pop(key), Rule(f"adapter.{name}"))
+        common.adapter_options(state, OFT)
         target = state.take("oft_target", "all")
     else:
         target = _lora(state, kind, quantized)
@@ -529,15 +523,10 @@ def _template(state: Translation) -> None:
 
 
 def _attention(state: Translation) -> None:
-    if (value := state.take("flash_attn")) is not None:
-        text = "`model.attention: auto` chooses the fastest kernel that runs here"
-        state.record(SAME, "flash_attn", value, text)
+    state.same("flash_attn", common.KERNEL)
     off = state.take("disable_gradient_checkpointing", False)
     kept = "none" if off else "full"
-    if (value := state.take("gradient_checkpointing")) is not None:
-        state.record(
-            SAME, "gradient_checkpointing", value, "LLaMA-Factory reads disable_gradient_checkpointing"
-        )
+    state.same("gradient_checkpointing", "LLaMA-Factory reads disable_gradient_checkpointing")
     if "disable_gradient_checkpointing" in state.given:
         state.set("speed.activation_checkpointing", kept, "disable_gradient_checkpointing", off)
     else:

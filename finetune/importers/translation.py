@@ -81,6 +81,16 @@ class Translation:
     def record(self, kind: str, key: str, value: object, text: str) -> None:
         self.entries.append(Entry(kind, key, value, text))
 
+    def move(self, key: str, target: str) -> None:
+        """Set a finetune key to the value of a key of the tool."""
+        value = self.take(key)
+        self.set(target, value, key, value)
+
+    def same(self, key: str, text: str) -> None:
+        """Record why a key needs no setting, if it has a value."""
+        if (value := self.take(key)) is not None:
+            self.record(SAME, key, value, text)
+
     def unsupported(self, key: str, value: object, reason: str) -> None:
         self.record(NOT_SUPPORTED, key, value, reason)
 

@@ -83,8 +83,7 @@ def translate(state: Translation, where: str, gpus: int) -> None:
             raise common.not_sft(TOOL, f"{kind} training ({key})", where)
     gpus = _processes(state, gpus)
     _template(state)
-    model = state.take("model_name_or_path")
-    state.set("model.name", model, "model_name_or_path", model)
+    state.move("model_name_or_path", "model.name")
     if mixture := state.take("datasets"):
         names = [
             {
@@ -105,14 +104,8 @@ def translate(state: Translation, where: str, gpus: int) -> None:
                 state.unsupported(f"datasets.{number}.{key}", one[key], text)
     _adapter(state)
     _loss(state)
-    attention = state.take("attn_implementation")
-    if attention:
-        state.record(
-            SAME,
-            "attn_implementation",
-            attention,
-            "`model.attention: auto` chooses the fastest kernel that runs here",
-        )
+    if attention := state.take("attn_implementation"):
+        state.record(SAME, "attn_implementation", attention, common.KERNEL)
     on = state.take("gradient_checkpointing", True)
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)

@@ -162,10 +162,8 @@ def _live(
         problem = Problem(what, fix="finetune check RECIPE --verify-resume", code="run-check")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if process.returncode not in expected:
-        head, *more = text.splitlines()[-12:] or [f"exit {process.returncode}"]
-        what, fix = f"the rehearsal failed in the phase `{phases[-1].name}`", command_lines.command(*words)
-        problem = Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check")
-        raise UserError(problem, code=Exit.of(process.returncode))
+        what = f"the rehearsal failed in the phase `{phases[-1].name}`"
+        raise verify_resume.failed(what, words, process.returncode, text)
     return phases
 
 

@@ -209,11 +209,15 @@ def _train(words: list[str]) -> None:
     command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (Exit.STOPPED, Exit.DONE):
-        said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-        what, fix = "a training run of this check failed", command_lines.command(*command[3:])
-        head, *more = said[-12:]
-        problem = Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check")
-        raise UserError(problem, code=Exit.of(done.returncode))
+        raise failed("a training run of this check failed", command[3:], done.returncode, done.stderr)
+
+
+def failed(what: str, words: list[str], code: int, text: str) -> UserError:
+    """Return the error of a command of finetune that failed, with the last lines that it printed."""
+    head, *more = text.strip().splitlines()[-12:] or [f"exit {code}"]
+    fix = command_lines.command(*words)
+    problem = Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check")
+    return UserError(problem, code=Exit.of(code))
 
 
 def _verdict(part: Part) -> str:
