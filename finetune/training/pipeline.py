@@ -189,7 +189,8 @@ def _run(
 ) -> RunFolder:
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
     run, data = _begin(recipe, where, requested, correction)
-    loaded = _load(run, data, where)
+    with progress.phase(run.console, "loading the model"):
+        loaded = _load(run, data, where)
     is_repeated = run.checkpoint is not None or bool(correction.changes)
     with (
         recording(run.console, run.checks, run.folder, run.setup, again=is_repeated),
@@ -261,11 +262,6 @@ def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     Args:
         where: the run folder that rank 0 has locked; `train.output_dir` on the other ranks.
     """
-    with progress.phase(run.console, "loading the model"):
-        return _load_model(run, data, where)
-
-
-def _load_model(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     recipe, setup, train = run.recipe, run.setup, data.prepared.train
     batch, steps = data.length
     adapted = model_setup.adapted_model(run, data.arguments, train, data.tokenizer, steps)
