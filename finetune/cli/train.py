@@ -92,7 +92,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
             raise Stopped(f"{visible(stopped)}\n  resume with: {visible(again)}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
-            after_training.publish_run(recipe, folder, Console(quiet=options.quiet))
+            after_training.publish_run(recipe.publish, folder, Console(quiet=options.quiet))
         return _result(folder) if main and options.json else {}
 
 

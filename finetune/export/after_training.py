@@ -18,7 +18,7 @@ from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from finetune.core.console import Console
-    from finetune.recipe.schema import Publish, Recipe
+    from finetune.recipe.schema import Publish
 
 
 def check(section: Publish, model: str) -> list[str]:
@@ -48,14 +48,14 @@ def check(section: Publish, model: str) -> list[str]:
     return notes
 
 
-def publish_run(recipe: Recipe, folder: RunFolder, screen: Console) -> None:
+def publish_run(section: Publish, folder: RunFolder, screen: Console) -> None:
     """Publish a finished run if the recipe says so. An error here does not make the run fail."""
-    if recipe.publish.repo is None:
+    if section.repo is None:
         return
     try:
-        publishing.run(folder.path, screen, publishing.target_overrides(recipe.publish))
+        publishing.run(folder.path, screen, publishing.target_overrides(section))
     except Exception as error:  # the run itself is complete, so report any error and continue
-        again = publishing.format_command(folder, recipe.publish)
+        again = publishing.format_command(folder, section)
         why = "\n".join(map(str, error.problems)) if isinstance(error, UserError) else visible(error)
         head = f"warning: finetune did not publish the run: {why}"
         said = [*head.split("\n"), "the run itself is complete; to publish it, run:", f"  {again}"]

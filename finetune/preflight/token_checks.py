@@ -29,7 +29,7 @@ from finetune.preflight import loss_weight_checks
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.recipe.schema import Recipe
+    from finetune.recipe.schema import Data, Recipe
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -55,7 +55,7 @@ def check(recipe: Recipe) -> list[str]:
     if vocabulary is None:  # the config has no vocabulary size; the run reads it from the model
         return notes
     doubt = tokenizer_files.has_id(folder, vocabulary) or (limit is not None and _may_be_cut(recipe, limit))
-    files: Any = None if doubt else tokenizer_files.read(recipe.model, _template(recipe))
+    files: Any = None if doubt else tokenizer_files.read(recipe.model, _template(recipe.data))
     if files:
         with contextlib.suppress(UserError):  # transformers may read these files in another way
             added = map(files.backend_tokenizer.token_to_id, recipe.model.add_tokens)
@@ -98,11 +98,11 @@ def _audit(
 
 def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load the tokenizer with the chat template of the recipe."""
-    return tokenizer_setup.load_tokenizer(recipe.model, _template(recipe))
+    return tokenizer_setup.load_tokenizer(recipe.model, _template(recipe.data))
 
 
-def _template(recipe: Recipe) -> str | None:
-    return chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
+def _template(data: Data) -> str | None:
+    return chat_templates.read_template(data.chat_template) if data.chat_template else None
 
 
 def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[int], str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from finetune.autoconfig.batch_size import Batch
     from finetune.core.run_checks import Choice
+    from finetune.recipe.schema import Data
     from finetune.training.run_context import RunContext
 
 
@@ -54,7 +55,9 @@ def search_batch(
     if run.checkpoint:
         return batch_search.as_before(batch, run.checkpoint.contract)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
-    step = batch_search.StepKind(compiled, step_work.optimizer_bytes_per_parameter(run.recipe, run.setup))
+    step = batch_search.StepKind(
+        compiled, step_work.optimizer_bytes_per_parameter(run.recipe, run.setup.launch)
+    )
     with run.setup.autocast():
         return batch_search.search(adapted, rows, batch, step, run.checks)
 
@@ -99,19 +102,22 @@ def micro_batches(
     tell = partial(oom_recovery.tell, batch.per_device, run.console, run.checks)
     length = recipe.data.max_length // setup.launch.sharing
     needs = partial(
-        oom_recovery.needed, length, setup, fast, step_work.optimizer_bytes_per_parameter(recipe, setup)
+        oom_recovery.needed,
+        length,
+        setup,
+        fast,
+        step_work.optimizer_bytes_per_parameter(recipe, setup.launch),
     )
     return oom_recovery.MicroBatches(batch.per_device, less, tell, needs)
 
 
 def fixed_shape(
-    run: RunContext, dataset: Dataset, batch: Batch, fast: dict[str, run_checks.Choice]
+    data: Data, dataset: Dataset, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> tuple[int, int, int] | None:
     """Tokens, documents and longest document that each flattened batch is filled up to.
 
     Compiled code and TransformerEngine want one shape. `None`: batches keep their own shapes.
     """
-    data = run.recipe.data
     needed = fast["speed.compile"].value == "on" or transformer_engine_layers.used()
     if data.streaming or not (data.packing or data.padding_free) or not needed:
         return None

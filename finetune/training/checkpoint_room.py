@@ -13,12 +13,16 @@ from finetune.distributed import collectives, sharded_tensors
 if TYPE_CHECKING:
     from torch import nn
 
-    from finetune.autoconfig.machine_setup import Setup
+    from finetune.autoconfig.launch_settings import Launch
     from finetune.recipe.schema import Recipe
 
 
 def check_space(
-    adapted: nn.Module, recipe: Recipe, setup: Setup, where: str | None, groups: Path = training_state.GROUPS
+    adapted: nn.Module,
+    recipe: Recipe,
+    launch: Launch,
+    where: str | None,
+    groups: Path = training_state.GROUPS,
 ) -> None:
     """Check on rank 0 that the checkpoints fit on its disk, and a gathered checkpoint in its memory.
 
@@ -26,7 +30,7 @@ def check_space(
         groups: the folder with the memory limits of this process's container.
     """
     section, evaluated = recipe.train, recipe.eval  # a checkpoint may also hold the best weights so far
-    if section.save_strategy == "no" or optimizer_choice.unsaved(section, setup.launch.keeper):
+    if section.save_strategy == "no" or optimizer_choice.unsaved(section, launch.keeper):
         return
     place, weights = (
         Path(where or "runs") / "checkpoints",
@@ -34,9 +38,7 @@ def check_space(
     )
     sizes = [(sharded_tensors.shape(p).numel(), p.element_size()) for p in weights]
     trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
-    masters = (
-        4 if setup.launch.splitter == "DeepSpeed" else 0
-    )  # ZeRO's fp32 weights, in addition to the moments
+    masters = 4 if launch.splitter == "DeepSpeed" else 0  # ZeRO's fp32 weights, in addition to the moments
     low = optimizer_choice.state_bytes(optimizer_choice.asked(section), recipe.speed)
     optimizer_bytes = round(numbers * ((low or 8) + masters))
     checkpoint_bytes = optimizer_bytes + trained * (
@@ -45,7 +47,7 @@ def check_space(
     collectives.from_main(
         lambda: checkpoints.check_space(place, trained, checkpoint_bytes, section.save_total_limit)
     )
-    if setup.launch.splitter:  # under ZeRO in addition to a copy of each process's shard
+    if launch.splitter:  # under ZeRO in addition to a copy of each process's shard
         total_bytes = checkpoint_bytes + (optimizer_bytes if masters else 0)
         collectives.from_main(
             lambda: training_state.check_memory(total_bytes, training_state.available(groups))

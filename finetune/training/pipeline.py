@@ -74,10 +74,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.data.preparation import Prepared
-    from finetune.recipe.schema import Recipe, Train
+    from finetune.recipe.schema import Recipe
     from finetune.training.eval_callback import Validate
     from finetune.training.stop_condition import Until
     from finetune.training.stopping import Stop
@@ -246,10 +244,11 @@ def _begin(
     with progress.phase(screen, "preparing the data"):
         tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
-    checkpoint = find_checkpoint(recipe.train, requested.resumes, setup, folder)
+    stopping.check(recipe.train, requested.resumes, setup.launch.keeper)
+    checkpoint = collectives.from_main(lambda: resume.find(folder, requested.resumes))  # and verifies it
     run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
     batch = batch_setup.settle_batch(run, batch, arguments)
-    length = start_checks.count_steps(recipe, setup, batch, prepared, arguments)
+    length = start_checks.count_steps(recipe.train, setup.launch, batch, prepared, arguments)
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
     if checkpoint:
         checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
@@ -266,11 +265,11 @@ def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     batch, steps = data.length
     adapted = model_setup.adapted_model(run, data.arguments, train, data.tokenizer, steps)
     flops = apply_to_model.flops_per_token(adapted)
-    most, whole = step_work.tokens_of(recipe, setup, batch, data.prepared.report["train"])
+    most, whole = step_work.tokens_of(recipe.data, setup.launch, batch, data.prepared.report["train"])
     work = step_work.work_of(adapted, recipe, setup, most, flops * whole * steps)
     with stage("tried the speed options on the model", "speed"):
         fast = speed_setup.make_fast(run, adapted, data.arguments, work)
-    checkpoint_room.check_space(adapted, recipe, setup, where)
+    checkpoint_room.check_space(adapted, recipe, setup.launch, where)
     base = resume_facts.frozen_fingerprint(adapted, run.checkpoint, run.checks)
     if recipe.train.per_device_train_batch_size == "auto" and not run.correction.micro_batch:
         shown = batch_search.SearchData(train, recipe.data, cast("int", data.tokenizer.pad_token_id))
@@ -349,17 +348,9 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
     evaluating = progress.phase(run.console, "verifying the saved weights")
     with evaluating, stage("evaluated the model", "eval", code=Exit.TRAINING):
         result = saved_evaluation.reopen_and_evaluate(
-            run.folder, live, validations, run.checks, run.recipe, run.setup
+            run.folder, live, validations, run.checks, run.recipe.model, run.setup
         )
     terminal.show_result(run.console, run.folder, run.checks, result)
-
-
-def find_checkpoint(
-    section: Train, resumes: str | None, setup: Setup, folder: RunFolder
-) -> VerifiedCheckpoint | None:
-    """Return the checkpoint to resume from, which rank 0 verified."""
-    stopping.check(section, resumes, setup.launch.keeper)
-    return collectives.from_main(lambda: resume.find(folder, resumes))
 
 
 def shared_folder(where: str | None, arguments: SFTConfig) -> RunFolder:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Recipe
+    from finetune.recipe.schema import Model
     from finetune.run_folder.run_folder import RunFolder
     from finetune.training.eval_callback import Validate
 
@@ -97,13 +97,13 @@ def reopen_and_evaluate(
     live: verify_saved.Live,
     validations: Sequence[Validate],
     checks: RunChecks,
-    recipe: Recipe,
+    model: Model,
     setup: Setup,
 ) -> dict[str, Any]:
     """Verify that the saved weights are the best trained weights, evaluate them, and return the results."""
     torch.compiler.reset()  # CUDA graphs hold the weights that they read
     clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
-    if setup.launch.processes > 1 and collectives.from_main(lambda: gpu_room.too_large(recipe.model, setup)):
+    if setup.launch.processes > 1 and collectives.from_main(lambda: gpu_room.too_large(model, setup)):
         return evaluate(folder, live, checks)
     result = evaluated(live, folder, checks)
     for validation in validations:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.machine_setup import Setup
+    from finetune.autoconfig.launch_settings import Launch
     from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.data.preparation import Prepared
-    from finetune.recipe.schema import Recipe
+    from finetune.recipe.schema import Recipe, Train
 
 
 class PlannedStart(NamedTuple):
@@ -49,7 +49,7 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Plann
     check_evaluation(recipe)
     tokenizer, prepared = load_data.prepare_data(recipe)
     token_checks.check_texts(recipe, tokenizer)
-    length = count_steps(recipe, setup, batch, prepared, sft_config)
+    length = count_steps(recipe.train, setup.launch, batch, prepared, sft_config)
     if sft_config and not launches:
         stopping.check(recipe.train, resumes, setup.launch.keeper)
         contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, sft_config)
@@ -67,15 +67,14 @@ def check_evaluation(recipe: Recipe) -> None:
 
 
 def count_steps(
-    recipe: Recipe, setup: Setup, batch: Batch, prepared: Prepared, arguments: SFTConfig | None
+    train: Train, launch: Launch, batch: Batch, prepared: Prepared, arguments: SFTConfig | None
 ) -> resume_facts.RunLength:
     """Count the optimizer steps of a run, and refuse a schedule that does not fit into them.
 
     Args:
         arguments: `None`: this process can't build them, and the schedule is not checked.
     """
-    shards = setup.launch.data_parallel_size
-    steps = batch_size.count_steps(recipe.train, prepared.rows, batch, shards)
+    steps = batch_size.count_steps(train, prepared.rows, batch, launch.data_parallel_size)
     if arguments:
         optimizers.check_schedule(arguments, steps)
     return resume_facts.RunLength(batch, steps)

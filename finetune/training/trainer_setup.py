@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerCallback
     from trl.trainer.sft_config import SFTConfig
 
+    from finetune.recipe.schema import Speed
     from finetune.training.run_context import RunContext
     from finetune.training.stopping import Stop
 
@@ -76,7 +77,12 @@ def build(
     )
     ours = [first_step, *unusable, metrics, *validations, schedule]
     parts = TrainerParts(
-        callbacks=[*ours, *callbacks, *dora_norm.refreshing(adapted, checks), *step_callbacks(run, adapted)],
+        callbacks=[
+            *ours,
+            *callbacks,
+            *dora_norm.refreshing(adapted, checks),
+            *step_callbacks(recipe.speed, adapted),
+        ],
         first_step=first_step,
         micro_batches=micro_batches,
         loss=loss,
@@ -89,14 +95,14 @@ def build(
         in_checkpoints=(schedule, micro_batches, metrics, *unusable, *validations),
         corrector=None if run.checkpoint else batch_setup.corrector(run, adapted, plan.batch, plan.choices),
         regularizer=adalora.regularizer(adapted, recipe.adapter.ours("orth_reg_every") or 1),
-        fixed_shape=batch_setup.fixed_shape(run, inputs.dataset, plan.batch, plan.choices),
+        fixed_shape=batch_setup.fixed_shape(recipe.data, inputs.dataset, plan.batch, plan.choices),
         loader_timeout=recipe.train.dataloader_timeout,
     )
     return Trainer(adapted, inputs.arguments, inputs.dataset, inputs.tokenizer, parts)
 
 
-def step_callbacks(run: RunContext, adapted: nn.Module) -> list[TrainerCallback]:
+def step_callbacks(speed: Speed, adapted: nn.Module) -> list[TrainerCallback]:
     """Return the callbacks of an optimizer step: AdaLoRA's allocation, and gradients for offloading."""
     allocates = [adalora.AllocateRanks()] if adalora.allocates(adapted) else []
-    offloaded = run.recipe.speed.offload in ("optimizer", "all")
+    offloaded = speed.offload in ("optimizer", "all")
     return [*allocates, *([optimizers.SendGradients()] if offloaded else [])]

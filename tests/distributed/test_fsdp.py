@@ -245,12 +245,12 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     no = loader.load(QUICKSTART, ["adapter.type=full", "train.save_strategy=no"])
     where = str(tmp_path / "run")
     for recipe, own in ((loaded, setup), (no, split)):
-        checkpoint_room.check_space(model, recipe, own, where, tmp_path)
+        checkpoint_room.check_space(model, recipe, own.launch, where, tmp_path)
     if fits:
-        checkpoint_room.check_space(model, loaded, split, where, tmp_path)
+        checkpoint_room.check_space(model, loaded, split.launch, where, tmp_path)
         return
     with pytest.raises(UserError, match="rank 0 has too little memory for a checkpoint") as raised:
-        checkpoint_room.check_space(model, loaded, split, where, tmp_path)
+        checkpoint_room.check_space(model, loaded, split.launch, where, tmp_path)
     assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
 
 
@@ -260,7 +260,7 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
     monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
     for evaluated in (Eval(), Eval(eval_steps=2), Eval(eval_steps=2, load_best_model_at_end=False)):
         recipe = loaded.model_copy(update={"eval": evaluated})
-        checkpoint_room.check_space(model, recipe, setup, str(tmp_path))
+        checkpoint_room.check_space(model, recipe, setup.launch, str(tmp_path))
     assert told == [1200, 1600, 1200], "weights and moments in fp32"
 
 

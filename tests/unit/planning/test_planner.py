@@ -233,7 +233,10 @@ def test_compiling_is_planned_for_the_tokens_that_rows_have(large) -> None:
     setup, report = choice_checks.setup_of(loader.load(QUICKSTART)), Report(tokens=500, kept=10)
     for packing, tokens in (("false", 50), ("true", 256)):
         loaded = loader.load(QUICKSTART, [f"data.packing={packing}"])
-        assert step_work.tokens_of(loaded, setup, Batch(16, 4, 4), report) == (4 * 256, 4 * 4 * tokens)
+        assert step_work.tokens_of(loaded.data, setup.launch, Batch(16, 4, 4), report) == (
+            4 * 256,
+            4 * 4 * tokens,
+        )
 
 
 def test_a_launch_for_cpus_is_planned_on_one(capsys) -> None:
