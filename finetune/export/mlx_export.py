@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from safetensors.torch import save
+
 from finetune.core import safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
-from finetune.export import folder_export, gguf_lora, mlx_lora, mlx_reader, serving_check
+from finetune.export import folder_export, gguf_file, gguf_lora, mlx_reader, serving_check
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
     from finetune.core.model_config import ModelConfig
     from finetune.export.export_job import ExportJob
 
 KINDS = ("bf16", "f32")
+KEY = re.compile(r"model\.layers\.\d+\.(?P<key>[\w.]+)")
 FAMILIES = (
     "cohere", "cohere2", "deepseek", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon_h1",
     "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
@@ -80,7 +86,7 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the adapter alone. mlx-lm applies it to the base model."""
     config: Any = job.config.get_text_config()
     with writing(folder):
-        files = mlx_lora.write(job.source, config.num_hidden_layers, folder)
+        files = write_lora(job.source, config.num_hidden_layers, folder)
     serve = [f"mlx_lm.server --model {shlex.quote(job.base)} --adapter-path ."]
     report: dict[str, Any] = {"files": files, "serve": serve}
     if mlx_reader.installed() and not job.stored:
@@ -102,3 +108,39 @@ def _check(folder: Path, job: ExportJob, kind: str) -> dict[str, Any]:
         found = serving_check.run(reader, job.expected, kind)
     serving_check.refuse_different(found, folder)
     return found
+
+
+def convert(adapter: Path, layers: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors and the config of an adapter for mlx-lm. It multiplies by transposed matrices.
+
+    Args:
+        layers: the number of layers of the model.
+
+    Raises:
+        UserError: mlx-lm has no place for a part of the adapter (exit 2).
+    """
+    config = gguf_lora.check(adapter, "mlx-lm")
+    tensors, keys, unknown = dict[str, Any](), set[str](), list[str]()
+    with gguf_file.opened(adapter) as source:
+        for name in sorted(source.files):
+            half = gguf_lora.HALF.fullmatch(name)
+            key = half and KEY.fullmatch(half["module"])
+            if not half or not key or ".experts" in name:
+                unknown.append(name)
+                continue
+            keys.add(key["key"])
+            tensors[f"{half['module']}.lora_{half['half'].lower()}"] = source.tensor(name).T.contiguous()
+    gguf_lora.refuse_tensors("mlx-lm", unknown)
+    rank = int(config["r"])
+    scale = float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+    lora = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)}
+    return tensors, {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": lora}
+
+
+def write_lora(adapter: Path, layers: int, folder: Path) -> dict[str, int]:
+    """Write the two files, and return them with their sizes."""
+    tensors, config = convert(adapter, layers)
+    contents = {"adapters.safetensors": save(tensors), "adapter_config.json": json.dumps(config).encode()}
+    for name, content in contents.items():
+        safe_files.write_bytes(folder, name, content)
+    return {name: len(content) for name, content in contents.items()}

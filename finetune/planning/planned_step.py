@@ -12,7 +12,7 @@ from finetune.planning import (
     dataset_estimate,
     memory_by_phase,
     plan_notes,
-    planned_facts,
+    planned_run,
     planned_spec,
     sharding_cost,
     step_time,
@@ -40,7 +40,7 @@ def plan_step(
     Args:
         searched: whether a search set the micro-batch size.
     """
-    run, fixed = planned_facts.planned_run(recipe, machine, processes, by)
+    run, fixed = planned_run.planned_run(recipe, machine, processes, by)
     refused = dataset_estimate.refused(run.rows, recipe.data, run.batch)
     chosen, choices, kept_free = _choose(run, searched=searched)
     phases = memory_by_phase.phases(run, chosen)

@@ -301,7 +301,7 @@ def test_mlx_lm_answers_as_the_fine_tuned_model(
     options: list[str], trained: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlx_lm", reason="needs mlx-lm")
-    from finetune.export import mlx_lora
+    from finetune.export import mlx_export
 
     run = trained()
     check = export(run, "--to", "mlx", *options)["serving_check"]
@@ -309,14 +309,14 @@ def test_mlx_lm_answers_as_the_fine_tuned_model(
     if not options:
         assert check["token_ids"] == {"prompts": 3, "different": 0} and not check["stop_tokens"]["missing"]
     if "--adapter" in options:
-        convert = mlx_lora.convert
+        convert = mlx_export.convert
 
         def unscaled(*values: Any) -> Any:
             tensors, config = convert(*values)
             config["lora_parameters"]["scale"] = 1.0
             return tensors, config
 
-        monkeypatch.setattr(mlx_lora, "convert", unscaled)
+        monkeypatch.setattr(mlx_export, "convert", unscaled)
         other = run.path.with_name("other")
         export(run, "--to", "mlx", *options, "--output", str(other), code=4)
         assert not other.exists()

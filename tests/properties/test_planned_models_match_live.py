@@ -17,7 +17,7 @@ from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
 from finetune.models import architecture
-from finetune.planning import planned_facts, planned_spec, sharding_cost, step_time
+from finetune.planning import planned_run, planned_spec, sharding_cost, step_time
 from finetune.preflight import gradient_probe
 from finetune.recipe import loader
 from finetune.speed import apply_to_model
@@ -64,7 +64,7 @@ def both(family: str, adapter: str, folder: Path) -> tuple[ModelSpec, ModelSpec,
     """The model as a plan and as a run describe it, and why its layers did not fuse; `None`: refused."""
     recipe = recipe_of(family, adapter, folder)
     try:
-        run, _ = planned_facts.planned_run(recipe, detection.detect(), 1, sharding_cost.ONE)
+        run, _ = planned_run.planned_run(recipe, detection.detect(), 1, sharding_cost.ONE)
         config = AutoConfig.for_model(family, **CONFIGS[family])
         model = AutoModelForCausalLM.from_config(config, attn_implementation=run.attention).train()
         adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())

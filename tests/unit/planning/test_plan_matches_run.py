@@ -19,8 +19,8 @@ from finetune.models import loading
 from finetune.planning import (
     memory_by_phase,
     plan_report,
-    planned_facts,
     planned_machine,
+    planned_run,
     planned_spec,
     planner,
     sharding_cost,
@@ -183,7 +183,7 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
     loaded = loader.load(large, given)
     machine, _ = planned_machine.find("b200", 2)
-    run, _ = planned_facts.planned_run(loaded, machine, 2, sharding_cost.DDP)
+    run, _ = planned_run.planned_run(loaded, machine, 2, sharding_cost.DDP)
     spec, found = planned_spec.model_spec(run, fused=False), run.model
     kept = decisions.keeps_of(spec, 1, fused=False, compiled=True)
     linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096

@@ -21,8 +21,8 @@ from finetune.models import architecture
 from finetune.planning import (
     adapter_size,
     plan_report,
-    planned_facts,
     planned_machine,
+    planned_run,
     planned_spec,
     sharding_cost,
     suggestions,
@@ -176,7 +176,7 @@ def test_mlps_are_whole_in_a_plan_where_they_are_in_a_run(
     real = AutoModelForCausalLM.from_config(config)
     adapted = attach.attach(real, loaded.adapter, 9, RunChecks())
     assert fused_layers.Fused(adapted, real.model.layers).mlps == whole
-    run, _ = planned_facts.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
+    run, _ = planned_run.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
     assert planned_spec.model_spec(run, fused=True).fused_mlps == bool(whole)
 
 
