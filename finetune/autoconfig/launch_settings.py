@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from finetune.autoconfig import mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
+from finetune.hardware import detection
 
 if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
@@ -64,12 +65,16 @@ class Launch:
         return self.rank == 0
 
 
-def read(hardware: Hardware) -> Launch:
+def read(hardware: Hardware | None = None) -> Launch:
     """Read how this process was launched. `accelerate launch` sets the precision, else the hardware decides.
+
+    Args:
+        hardware: `None`: this machine's.
 
     Raises:
         UserError: the GPU has no bf16 or no fp8 GEMMs, or fp16 is asked for on the CPU (exit 3).
     """
+    hardware = hardware or detection.detect()
     requested = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = "accelerate" if requested else "torchrun" if torchrun else "none"

@@ -23,7 +23,6 @@ from finetune.core import packages, standard_streams, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
-from finetune.hardware import detection
 from finetune.models import model_files, token_limits
 from finetune.recipe import recipe_errors
 
@@ -324,7 +323,7 @@ def language_model(
             goes_on = not add_generation_prompt
             return chat_text(self.tokenizer, chat_history, options, goes_on=goes_on, date=date)
 
-    precision = launch_settings.read(detection.detect()).precision
+    precision = launch_settings.read().precision
     wrapped: Any = Limited(
         pretrained=model,
         tokenizer=tokenizer,

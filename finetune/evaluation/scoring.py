@@ -27,7 +27,6 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data import encoding
 from finetune.data.encoding import Encoded
 from finetune.data.preparation import HeldOut
-from finetune.hardware import detection
 from finetune.models import token_limits
 from finetune.models.generation_config import declared_stops
 from finetune.speed import packing_isolation
@@ -205,7 +204,7 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
 @contextlib.contextmanager
 def inference(model: PreTrainedModel | PeftModel) -> Any:
     """Prepare a model for inference: eval mode, no gradients, attention with masks, and autocast."""
-    precision = launch_settings.read(detection.detect()).precision
+    precision = launch_settings.read().precision
     model.eval()
     with (
         torch.no_grad(),  # not inference_mode, in which torchao 0.18 cannot cast fp8 layers

@@ -28,7 +28,6 @@ from finetune.distributed.launch_environment import (
     splitter,
     zero_stage,
 )
-from finetune.hardware import detection
 from finetune.launch import accelerate_config
 from finetune.models import model_files
 from finetune.recipe import adapter_rules, adapter_types, qat_rules
@@ -424,7 +423,7 @@ def check_launch(recipe: Recipe) -> None:
         what = f"{by} of the {CONFIG} does not work with a search for the batch size"
         why, fix = f"the search runs before {by} shards the weights", f"set `{key}: 1` or a larger number"
         raise UserError(Problem(what, key, found="auto", why=why, fix=fix, code="launch-config"))
-    processes = launch_settings.read(detection.detect()).processes
+    processes = launch_settings.read().processes
     if problems := deepspeed_values(recipe.train, processes):
         raise UserError(*problems)
     if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:

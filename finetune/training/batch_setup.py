@@ -55,9 +55,7 @@ def search_batch(
     if run.checkpoint:
         return batch_search.as_before(batch, run.checkpoint.contract)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
-    step = batch_search.StepKind(
-        compiled, step_work.optimizer_bytes_per_parameter(run.recipe, run.setup.launch)
-    )
+    step = batch_search.StepKind(compiled, step_work.optimizer_bytes_per_parameter(run.recipe, run.setup))
     with run.setup.autocast():
         return batch_search.search(adapted, rows, batch, step, run.checks)
 
@@ -102,11 +100,7 @@ def micro_batches(
     tell = partial(oom_recovery.tell, batch.per_device, run.console, run.checks)
     length = recipe.data.max_length // setup.launch.sharing
     needs = partial(
-        oom_recovery.needed,
-        length,
-        setup,
-        fast,
-        step_work.optimizer_bytes_per_parameter(recipe, setup.launch),
+        oom_recovery.needed, length, setup, fast, step_work.optimizer_bytes_per_parameter(recipe, setup)
     )
     return oom_recovery.MicroBatches(batch.per_device, less, tell, needs)
 

@@ -232,7 +232,8 @@ def _begin(
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
     screen = Console(quiet=requested.verbosity == "quiet", verbose=requested.verbosity == "verbose")
-    batch = split_batch(recipe.train, setup.launch.data_parallel_size)
+    shards = setup.launch.data_parallel_size
+    batch = split_batch(recipe.train, shards)
     collectives.start(setup.hardware.device)
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     collectives.agree(resume_facts.recipe_facts(recipe))
@@ -248,7 +249,7 @@ def _begin(
     checkpoint = collectives.from_main(lambda: resume.find(folder, requested.resumes))  # and verifies it
     run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
     batch = batch_setup.settle_batch(run, batch, arguments)
-    length = start_checks.count_steps(recipe.train, setup.launch, batch, prepared, arguments)
+    length = start_checks.count_steps(recipe.train, shards, batch, prepared, arguments)
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
     if checkpoint:
         checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
@@ -265,7 +266,7 @@ def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     batch, steps = data.length
     adapted = model_setup.adapted_model(run, data.arguments, train, data.tokenizer, steps)
     flops = apply_to_model.flops_per_token(adapted)
-    most, whole = step_work.tokens_of(recipe.data, setup.launch, batch, data.prepared.report["train"])
+    most, whole = step_work.tokens_of(recipe.data, setup.launch.sharing, batch, data.prepared.report["train"])
     work = step_work.work_of(adapted, recipe, setup, most, flops * whole * steps)
     with stage("tried the speed options on the model", "speed"):
         fast = speed_setup.make_fast(run, adapted, data.arguments, work)

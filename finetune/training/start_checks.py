@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.launch_settings import Launch
     from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe, Train
@@ -41,7 +40,8 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Plann
         UserError: a launch, a folder, a checkpoint, examples, or values of SFTConfig or of the schedule.
     """
     setup, checkpoint = choice_checks.setup_of(recipe), resume.find_in(recipe.train.output_dir, resumes)
-    batch = batch_size.split_batch(recipe.train, setup.launch.data_parallel_size)
+    shards = setup.launch.data_parallel_size
+    batch = batch_size.split_batch(recipe.train, shards)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     sft_config = (
         training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
@@ -49,7 +49,7 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Plann
     check_evaluation(recipe)
     tokenizer, prepared = load_data.prepare_data(recipe)
     token_checks.check_texts(recipe, tokenizer)
-    length = count_steps(recipe.train, setup.launch, batch, prepared, sft_config)
+    length = count_steps(recipe.train, shards, batch, prepared, sft_config)
     if sft_config and not launches:
         stopping.check(recipe.train, resumes, setup.launch.keeper)
         contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, sft_config)
@@ -67,14 +67,15 @@ def check_evaluation(recipe: Recipe) -> None:
 
 
 def count_steps(
-    train: Train, launch: Launch, batch: Batch, prepared: Prepared, arguments: SFTConfig | None
+    train: Train, shards: int, batch: Batch, prepared: Prepared, arguments: SFTConfig | None
 ) -> resume_facts.RunLength:
     """Count the optimizer steps of a run, and refuse a schedule that does not fit into them.
 
     Args:
+        shards: processes with sequences of their own.
         arguments: `None`: this process can't build them, and the schedule is not checked.
     """
-    steps = batch_size.count_steps(train, prepared.rows, batch, launch.data_parallel_size)
+    steps = batch_size.count_steps(train, prepared.rows, batch, shards)
     if arguments:
         optimizers.check_schedule(arguments, steps)
     return resume_facts.RunLength(batch, steps)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.launch_settings import Launch
     from finetune.autoconfig.machine_setup import Setup
     from finetune.data.audit import Report
     from finetune.recipe.schema import Data, Recipe
@@ -59,7 +58,7 @@ def work_of(
         )
     host = training_state.available() / 2 / int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
-    bytes_per_parameter = 4 + parts * optimizer_bytes_per_parameter(recipe, launch)
+    bytes_per_parameter = 4 + parts * optimizer_bytes_per_parameter(recipe, setup)
     plain = hasattr(adapted, "peft_config") and setup.storage.value in mixed_precision.STORED
     eager = launch_environment.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
@@ -82,12 +81,13 @@ def work_of(
     )
 
 
-def optimizer_bytes_per_parameter(recipe: Recipe, launch: Launch) -> float:
+def optimizer_bytes_per_parameter(recipe: Recipe, setup: Setup) -> float:
     """Return the bytes of a process per trainable parameter in addition to weight and gradient.
 
     These are the optimizer state, DDP's copy of the gradient, DeepSpeed's fp32 copy of the weight, and
     AdaLoRA's averages. For a sharded state, only this process's shard counts.
     """
+    launch = setup.launch
     state_bytes = optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed)
     state_bytes += 4 if launch.processes > 1 and not launch.splitter else 0
     state_bytes += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
@@ -97,13 +97,17 @@ def optimizer_bytes_per_parameter(recipe: Recipe, launch: Launch) -> float:
     return state_bytes / (launch.processes if launch.splitter else 1)
 
 
-def tokens_of(data: Data, launch: Launch, batch: Batch, report: Report) -> tuple[int, float]:
-    """Return the tokens of a process: the maximum per forward pass, and the mean per step without padding."""
+def tokens_of(data: Data, sharing: int, batch: Batch, report: Report) -> tuple[int, float]:
+    """Return the tokens of a process: the maximum per forward pass, and the mean per step without padding.
+
+    Args:
+        sharing: processes that share each sequence.
+    """
     most = data.max_length
     full = data.packing or data.streaming  # as `finetune plan` assumes
     number = (
         sum(report.lengths["counts"]) if report.lengths else report.kept
     )  # each piece of a split text is a sequence
     row = most if full else min(most, report.tokens / max(1, number))
-    at_once = batch.per_device / launch.sharing
+    at_once = batch.per_device / sharing
     return int(at_once * most), at_once * row * batch.accumulation
