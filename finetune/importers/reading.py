@@ -11,7 +11,7 @@ from typing import Any
 from finetune.core import foreign_yaml, paths, strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.core.formatting import shortened
-from finetune.importers import axolotl, common, llamafactory, trl
+from finetune.importers import axolotl, common, llamafactory, recipe_text, trl
 from finetune.importers.translation import Translation
 from finetune.recipe import loader, recipe_errors
 
@@ -128,6 +128,11 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
         fix = "use `finetune merge` for a file that merges an adapter, and `finetune chat` for one that chats"
         raise UserError(Problem(what, where=str(path), fix=fix, code="import"))
     _drop_refused(state, path)
+    if (size := len(recipe_text.write(state, str(path)))) > strict_yaml.MAX_BYTES:
+        expected, why = f"at most {strict_yaml.MAX_BYTES:,}", "finetune reads no larger recipe"
+        texts = {"found": f"{size:,} characters", "expected": expected, "why": why}
+        what = "the recipe of this file is too large"
+        raise UserError(Problem(what, where=str(path), fix=foreign_yaml.SHORTER, code="import", **texts))
     return state
 
 

@@ -757,3 +757,13 @@ def test_a_script_of_trl_and_other_configs_say_what_they_are(tmp_path) -> None:
         config.write_text(text)
         with pytest.raises(UserError, match=what):
             reading.import_recipe(config)
+
+
+def test_a_config_whose_recipe_is_too_large_is_refused(tmp_path) -> None:
+    """An alias repeats a text that is small in the config."""
+    text = yaml.safe_dump(AXOLOTL | {"lora_target_modules": ["q_proj"], "lora_target_linear": None})
+    path = tmp_path / "theirs.yaml"
+    name = "a" * 50_000
+    path.write_text(text + f"unknown: &long {name}\ntokens: [{', '.join(['*long'] * 9)}]\n")
+    with pytest.raises(UserError, match="too large"):
+        reading.import_recipe(path)
