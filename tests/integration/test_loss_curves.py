@@ -84,7 +84,7 @@ def made_on() -> str:
 
 
 @pytest.mark.parametrize(
-    "name", soak_except([f"llama3_8b/{kind}" for kind in ("lora", "qlora", "adalora", "full")], RECIPES)
+    "name", soak_except([f"llama3_8b/{kind}" for kind in ("lora", "qlora", "full")], RECIPES)
 )
 def test_a_recipe_s_curve_is_the_one_that_is_kept(name: str, train) -> None:
     found = curve(train, name)
