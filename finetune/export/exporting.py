@@ -83,7 +83,7 @@ def run(
     config = export_source.config_of(opened, recipe)
     targets.MODULES[to].check(config, kind)
     if adapter:
-        targets.check_adapter(folder, to)
+        targets.check_adapter(folder, to, quantize)
     else:
         shared_weights.check(folder, recipe)
     part = "adapter" if adapter else kind
@@ -93,7 +93,8 @@ def run(
     tokenizer = export_source.tokenizer_of(opened, recipe)
     texts = compared_texts.texts_of(opened, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)
-    report: dict[str, Any] = {"target": to, "quantize": kind, "path": str(target)}
+    stored_as = "as trained" if adapter and to != "compressed-tensors" else kind
+    report: dict[str, Any] = {"target": to, "quantize": stored_as, "path": str(target)}
     with merging.staging(target) as (whole, packed), merging.located(folder, packed.parent, target):
         expected: list[Expected] = []
 

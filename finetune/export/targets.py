@@ -21,8 +21,12 @@ MODULES: dict[str, Any] = {
 DEFAULTS = {"gguf": "f16", "ollama": "f16", "vllm": "bf16", "mlx": "bf16", "compressed-tensors": "fp8"}
 
 
-def check_adapter(folder: RunFolder, to: str) -> None:
-    """Raise a UserError if the adapter alone can't be exported (exit 2)."""
+def check_adapter(folder: RunFolder, to: str, quantize: str | None) -> None:
+    """Raise a UserError if the adapter alone can't be exported, or not in this quantization (exit 2)."""
+    if quantize is not None and to != "compressed-tensors":
+        what, fix = "--quantize does not apply to an adapter alone", "remove --quantize, or remove --adapter"
+        why = "finetune exports the adapter's weights as they were trained"
+        raise UserError(Problem(what, found=f"--quantize {quantize}", fix=fix, why=why, code="export"))
     if folder.weights != folder.adapter:
         what, fix = "the run has no adapter", "remove --adapter"
         raise UserError(Problem(what, where=str(folder.path), fix=fix, code="export"))

@@ -71,7 +71,9 @@ def test_export_of_an_adapter_to_gguf_has_the_update_of_each_weight(
     from finetune.export.gguf_families import in_pairs
 
     run = trained()
+    assert export(run, "--to", "gguf", "--adapter", "--quantize", "q8_0", code=2) == {}
     report = export(run, "--to", "gguf", "--adapter")
+    assert report["quantize"] == "as trained"
     (name,) = report["files"]
     reader = gguf.GGUFReader(run.path / "export-gguf-adapter" / name)
     held = {tensor.name: torch.tensor(tensor.data.copy()) for tensor in reader.tensors}
