@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import progress, safe_files
+from finetune.core.paths import writing
 from finetune.evaluation import reopen
 from finetune.export import (
     compared_texts,
@@ -152,6 +153,7 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
     where = target.absolute().parent
     name = target.name if where == folder.path.absolute() else str(target.absolute())
     safe_files.apply_umask(staged)
-    if not folder.is_plain_adapter:
-        folder.write(REPORT, {**folder.found(REPORT), name: report})
-    safe_files.rename(where, str(staged.relative_to(where)), target.name)
+    with writing(target):  # another export may have written the folder in the meantime
+        if not folder.is_plain_adapter:
+            folder.write(REPORT, {**folder.found(REPORT), name: report})
+        safe_files.rename(where, str(staged.relative_to(where)), target.name)

@@ -137,6 +137,10 @@ def free_target(run: Path, name: str, output: str | None) -> Path:
         UserError: the target is not empty, or its parent folder does not exist (exit 2).
     """
     target = Path(output) if output else run / name
+    if target.is_symlink() and not target.exists():
+        what, found = "the output folder is a link that leads nowhere", f"a link to {target.readlink()}"
+        fix, why = f"--output {free_name(target)}", "finetune follows no such link"
+        raise UserError(Problem(what, "", str(target), found, fix=fix, why=why, code="unsafe-file"))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         held = (
             ", ".join(sorted(entry.name for entry in target.iterdir())[:6]) if target.is_dir() else "a file"

@@ -1,0 +1,31 @@
+"""The folder that an export or a merge writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.core.errors import Exit, UserError
+from finetune.export import exporting, merging
+from finetune.run_folder.run_folder import RunFolder
+
+
+def test_two_exports_at_once_end_with_a_message_and_the_first_files(tmp_path: Path) -> None:
+    staged, target = tmp_path / ".export.tmp" / "packed", tmp_path / "export"
+    for folder, text in ((staged, "second"), (target, "first")):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match="Directory not empty") as raised:
+        exporting.publish(staged, target, RunFolder(tmp_path), {})
+    assert raised.value.code == Exit.INPUT
+    assert (target / "config.json").read_text() == "first"
+
+
+def test_an_output_that_is_a_link_to_nothing_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match="leads nowhere"):
+        merging.free_target(tmp_path, "merged", str(tmp_path / "out"))
+    (tmp_path / "merged").symlink_to("merged")
+    with pytest.raises(UserError, match="leads nowhere"):
+        merging.free_target(tmp_path, "merged", None)
