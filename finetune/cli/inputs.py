@@ -58,11 +58,13 @@ def counted(recipe: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if any(problem.key for problem in error.problems):
+        code = next((problem.code for problem in error.problems if problem.key), "")
+        if code:
             count = len(error.problems)
             errors, them = ("errors", "them") if count > 1 else ("error", "it")
             again = command("check", recipe)
             error.add_note(f"{count} {errors}; nothing was started. Correct {them}, then run: {again}")
+            error.add_note(f"more about [{code}]: {command('explain', code)}")
         raise
 
 

@@ -106,7 +106,10 @@ def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price:
     rows.append(["all", *(_gib(sum(phase.values())) for phase in phases)])
     screen.table("memory per device, GiB", ("", *now.phases), rows)
     screen.table("time", ("what", "planned"), list(times(now, price)))
-    chosen = [(LABELS.get(name, name), one.value, one.reason) for name, one in now.choices.items()]
+    chosen = [
+        (LABELS.get(name, name), one.value, one.reason.removeprefix("auto: "))
+        for name, one in now.choices.items()
+    ]
     screen.table("choices", ("what", "choice", "why"), chosen)
     what = "faster" if now.fits else "changes that fit"
     if found:

@@ -141,9 +141,9 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     bench.short = measured_run.length(steps.measure.steps, steps.measure.warm_up, own.adapter)
     bench.screen.say(*[f"note: the runs set {one}" for one in bench.short if one.startswith("adapter.")])
     started, rows = time.monotonic(), begin(bench)
-    with progress.phase(bench.screen, "each optimization alone"):
+    with progress.phase(bench.screen, "each alone"):
         alone(bench, rows)
-    with progress.phase(bench.screen, "optimizations combined"):
+    with progress.phase(bench.screen, "combined"):
         variant, kept = stack(bench, rows)
         repeat_recipe(bench)
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
@@ -264,6 +264,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
         UserError: the baseline fails (exit 5), or was run on another machine (exit 2).
     """
     base = optimizations.baseline(bench.file)
+    progress.expect(bench.file.measure.repeats * (len(rows) + 2))  # about; counted again below
     measure(bench, "baseline", "baseline", "baseline", base)
     first = bench.of(base)[0]
     if first["failed"]:

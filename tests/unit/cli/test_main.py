@@ -375,12 +375,13 @@ def test_wrong_command_line_with_json_prints_an_object(capsys) -> None:
 def test_failed_check_ends_with_the_number_of_errors_and_the_next_command(name, tmp_path, capsys) -> None:
     words = [name, str(QUICKSTART), f"train.output_dir={tmp_path}/run"]
     assert main.main([*words, "adapter.type=lroa", "train.max_steps=-3"]) == 2
-    *lines, last = capsys.readouterr().err.splitlines()
+    *lines, last, more = capsys.readouterr().err.splitlines()
+    assert more == f"more about [adapter-type]: {command_lines.command('explain', 'adapter-type')}"
     again = command_lines.command("check", str(QUICKSTART))
     assert last == f"2 errors; nothing was started. Correct them, then run: {again}"
     assert "  expected:  at least 1 step" in lines
     assert main.main([*words, "data.max_length=2"]) == 2
-    *lines, last = capsys.readouterr().err.splitlines()
+    *lines, last, _ = capsys.readouterr().err.splitlines()
     assert last == f"1 error; nothing was started. Correct it, then run: {again}"
     assert "  expected:  at least 8 tokens" in lines
     assert not (tmp_path / "run").exists()
