@@ -41,6 +41,7 @@ def write_bytes(root: Path, name: str, content: bytes) -> None:
     """Replace a file with `content` atomically, and flush it to the disk."""
     with _open_parent(root, name) as (parent, leaf):
         _refuse_link(parent, leaf, root / name)
+        _refuse_device(parent, leaf, root / name)
         temporary = _temporary_name(leaf)
         try:
             with os.fdopen(_create(parent, temporary), "wb") as file:
@@ -168,6 +169,7 @@ def rename(root: Path, name: str, to: str) -> None:
     with _open_parent(root, name) as (parent, leaf), _open_parent(root, to) as (new_parent, new_leaf):
         _refuse_link(parent, leaf, root / name)
         _refuse_link(new_parent, new_leaf, root / to)
+        _refuse_device(new_parent, new_leaf, root / to)
         os.rename(leaf, new_leaf, src_dir_fd=parent, dst_dir_fd=new_parent)
 
 
@@ -175,6 +177,7 @@ def remove(root: Path, name: str) -> None:
     """Delete a file, or a folder with its content, if it exists. For a link, delete only the link."""
     try:
         with _open_parent(root, name) as (parent, leaf):
+            _refuse_device(parent, leaf, root / name)
             if stat.S_ISDIR(os.lstat(leaf, dir_fd=parent).st_mode):
                 shutil.rmtree(leaf, dir_fd=parent)
             else:
@@ -246,6 +249,20 @@ def _refuse_link(parent: int, leaf: str, path: Path) -> None:
         fix = f'cp --remove-destination "$(readlink -f {place})" {place}'
         found, why = f"a link to {target}", "a link can lead out of the folder"
         raise UserError(Problem(what, "", str(path), found, fix=fix, why=why, code="unsafe-file"))
+
+
+def _refuse_device(parent: int, leaf: str, path: Path) -> None:
+    """Refuse a device, such as `/dev/null`: a rename over it would delete it for the whole machine."""
+    try:
+        mode = os.lstat(leaf, dir_fd=parent).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        what, fix = "finetune does not write to a device", "name a file that does not exist yet"
+        why = "finetune replaces a file, and this would delete the device"
+        raise UserError(
+            Problem(what, where=str(path), found="a device", why=why, fix=fix, code="unsafe-file")
+        )
 
 
 def _has_other_names(parent: int, leaf: str) -> bool:

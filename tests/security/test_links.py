@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +57,26 @@ def test_open_append_of_a_hard_link_leaves_the_other_name_alone(places: tuple[Pa
         log.write(", and more")
     assert (run / "log.txt").read_text() == "as it was, and more"
     assert (outside / "victim").read_text() == "as it was"
+
+
+def test_a_device_is_not_replaced(places: tuple[Path, Path]) -> None:
+    """A report written to /dev/null would replace the device for the whole machine."""
+    run, _ = places
+    try:
+        os.mknod(run / "null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root can make a device")
+    (run / "file").write_text("as it was")
+    writers = [
+        lambda: safe_files.write_text(run, "null", "overwritten"),
+        lambda: safe_files.open_new(run, "null"),
+        lambda: safe_files.rename(run, "file", "null"),
+        lambda: safe_files.remove(run, "null"),
+    ]
+    for writer in writers:
+        with pytest.raises(UserError, match="does not write to a device"):
+            writer()
+    assert (run / "null").is_char_device() and (run / "file").read_text() == "as it was"
 
 
 def test_safe_files_with_a_fifo_refuse_at_once(places: tuple[Path, Path]) -> None:
