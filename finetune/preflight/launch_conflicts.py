@@ -57,7 +57,7 @@ LORA_OR_DDP = "set `adapter.type: lora`, or use accelerate_configs/ddp_8.yaml"
 
 
 def check(
-    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None = None
+    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: float | None = None
 ) -> None:
     """Refuse a launch that contradicts the recipe, before any weight is loaded.
 
@@ -77,7 +77,7 @@ def check(
 
 
 def check_setup(
-    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None
+    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: float | None
 ) -> list[Problem]:
     """Return every contradiction, also those of `eval.eval_steps` and of single options of the adapter."""
     found = problems(machine, adapter.type, model, data, speed)
