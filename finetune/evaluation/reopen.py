@@ -14,7 +14,7 @@ from finetune.autoconfig import attention_choice, machine_setup
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.evaluation import gpu_room
 from finetune.models import checkpoint_headers, loading, model_files, tokenizer_setup
-from finetune.quantization import qat, stacked_experts, stored_weights
+from finetune.quantization import qat, stacked_experts, stored_tensors, stored_weights
 from finetune.recipe.schema import Model
 from finetune.speed import fused_experts
 
@@ -99,12 +99,15 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
             return open_base(recipe, str(folder.model))
     from peft import PeftModel
 
-    saved = list(checkpoint_headers.tensors(folder.adapter))  # before the base model, which takes longer
+    saved = checkpoint_headers.stored(folder.adapter)  # before the base model, which takes longer
+    if wrong := stored_tensors.problems(None, {}, saved):
+        found = (replace(one, key="", where=str(folder.adapter), fix=fix) for one in wrong)
+        raise UserError(*found, code=Exit.ARTIFACT)
     base: Any = open_base(recipe)
     continue_from.check_patterns(folder.adapter, base)
     with refused, stacked_experts.plain_parameters(base):
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
-    continue_from.check_whole(tuned, saved, str(folder.adapter))
+    continue_from.check_whole(tuned, list(saved), str(folder.adapter))
     fused_experts.install_quantized(tuned)
     return qat.follow(tuned).eval()
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 PACKED = ("I8", "U8", "F4")  # dtypes whose values may hold two weights, so the shape is another one
+NO_FLOATS = ("BOOL", "C64", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)))
 BLOCKS = (128, 128)  # transformers' default of `weight_block_size`
 UNDECLARED = (".weight_scale", "_scale_inv", ".SCB", ".absmax")
 
@@ -64,12 +65,21 @@ def problems(
         scales = sorted(name for name in tensors if name.endswith(UNDECLARED))
         what, why = "the weights are quantized, but config.json has no quantization_config", ""
         found = [", ".join(scales[:3])] if scales else []
+        if not scales:
+            what, found = "weights of the model are no floating-point numbers", list(_integers(tensors))
     else:
         found = list(_faults(stored, declared, tensors))
         what = f"{len(found)} quantized weights of the model do not fit their scales"
         why = "training would run on other weights than those of the checkpoint"
     texts = {"found": "; ".join(found[:3]), "fix": DOWNLOAD, "why": why, "code": "model-files"}
     return [Problem(what, "model.name", **texts)] if found else []
+
+
+def _integers(tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Find weights that libraries would read as floating-point numbers although they are none."""
+    for name, tensor in tensors.items():
+        if name.endswith(".weight") and tensor.dtype in NO_FLOATS:
+            yield f"{name} has the dtype {tensor.dtype}"
 
 
 def _faults(

@@ -247,6 +247,33 @@ def test_nested_scales_are_accepted(two_layers: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int8, torch.bool, torch.complex64))
+def test_weights_that_are_no_floating_point_numbers_are_refused(
+    dtype: torch.dtype, two_layers: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A flipped bit in a header can turn a dtype into one of these. transformers casts such a weight."""
+
+    def damage(tensors: Tensors) -> None:
+        name = value_of(tensors, "plain")
+        tensors[name] = tensors[name].to(dtype)
+
+    made = damaged(two_layers, tmp_path / "model", damage)
+    assert main.main(["check", str(recipe(tmp_path, made))]) == 2
+    assert "no floating-point numbers" in capsys.readouterr().err
+
+
+def test_an_adapter_of_integers_is_refused(trained: Any, capsys: Any) -> None:
+    run = trained("lora")
+    path = run.adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = min(tensors)
+    tensors[name] = (100 * tensors[name]).to(torch.int32)
+    save_file(tensors, path, {"format": "pt"})
+    for command in (["evaluate"], ["merge"], ["export", "--to", "vllm"]):
+        assert main.main([command[0], str(run.path), *command[1:]]) == 4
+        assert "no floating-point numbers" in capsys.readouterr().err
+
+
 FITS = {  # dtype and shape of a weight, and the shape of its scale
     "blocks": ("F8_E4M3", [64, 96], [2, 3]),
     "one block": ("F8_E4M3", [24, 16], [1, 1]),
