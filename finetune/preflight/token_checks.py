@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import continue_from
 from finetune.autoconfig import batch_size
 from finetune.core.errors import UserError
+from finetune.core.formatting import WARNING
 from finetune.data import chat_templates, example_errors
 from finetune.evaluation import text_limits
 from finetune.models import (
@@ -91,9 +92,15 @@ def _audit(
         steps = math.ceil(first.sequences / effective) * (recipe.train.num_train_epochs or 3.0)
         notes = batch_size.few_steps(recipe.train, math.ceil(steps))
     loss_weight_checks.check(recipe, first.train.report)
-    audits = (first.train, first.validation)
-    long = [note for audit in audits for kind, note in audit.report.noted() if kind == "too_long"]
-    return [*notes, *long]
+    reports = {"training": first.train.report, "validation": first.validation.report}
+    long = [note for report in reports.values() for kind, note in report.noted() if kind == "too_long"]
+    empty = [
+        f"{WARNING}none of the first {report.rows} {which} examples has a token to train on; "
+        "finetune data says whether any example has one"
+        for which, report in reports.items()
+        if report.rows and not report.kept
+    ]
+    return [*notes, *long, *empty]
 
 
 def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -343,6 +343,9 @@ def test_check_reads_no_more_than_the_first_rows(tmp_path: Path, capsys) -> None
     assert checked(rows, "data.validation=null") == 0
     said = f"checked the first {example_errors.FIRST} examples of each source"
     assert said in capsys.readouterr().out
+    assert checked(rows, "data.validation=null", "data.max_length=8") == 0, "the others may be shorter"
+    said = f"warning: none of the first {example_errors.FIRST} training examples has a token to train on"
+    assert said in capsys.readouterr().out
     write(rows, [*map(chat, range(example_errors.FIRST - 1)), {"messages": "none"}])
     assert checked(rows, "data.validation=null") == 2
 
