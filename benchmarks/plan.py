@@ -22,7 +22,8 @@ import multi_gpu
 from gpu_inputs import SHAPES, document_lengths
 
 from finetune.hardware import gpus
-from finetune.planning import dataset_estimate, memory_by_phase, plan, planned_machine, planner, sharding_cost
+from finetune.planning import dataset_estimate, memory_by_phase, planned_machine, planner, sharding_cost
+from finetune.planning.plan import Plan
 from finetune.recipe import loader
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def compare() -> dict[str, dict[str, Any]]:
     return made
 
 
-def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Sequence[str] = ()) -> plan.Plan:
+def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Sequence[str] = ()) -> Plan:
     """Plan a row of gpu.py with the measured number of layers.
 
     Args:
@@ -131,7 +132,7 @@ def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Seque
     return make(loader.load(path, [*row.changes, *changes]), measured["gpu"], row.cap_gib)
 
 
-def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
+def planned_launch(name: str, measured: dict[str, Any], place: Path) -> Plan:
     """Plan a row of multi_gpu.py with its launch config."""
     kind, count = name.rpartition(" x")[0], measured["gpus"]
     row = multi_gpu.ROWS[kind]
@@ -154,7 +155,7 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Pla
     return make(loader.load(path, given), measured["gpu"], None, count, by if count > 1 else None)
 
 
-def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
+def planned_shape(row: dict[str, Any], place: Path) -> Plan:
     """Plan a row of adapters.py on the 1.1B model."""
     model, rows = write_config(place / "1.1b", LARGE, tied=True), int(row["task"].split()[0])
     given = [f"adapter.type={row['type']}", f"model.name={model}", f"data.max_length={LARGE_LENGTH}"]
@@ -171,7 +172,7 @@ def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
     return make(loader.load(own if own.exists() else QUICKSTART, given), row["device"], None)
 
 
-def planned_experts(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
+def planned_experts(name: str, measured: dict[str, Any], place: Path) -> Plan:
     """Plan a row of experts.py."""
     row, model = experts.ROWS[name.partition(",")[0]], place / f"experts-{measured['layers']}"
     model.mkdir(exist_ok=True)
@@ -194,7 +195,7 @@ def make(
     cap_gib: float | None,
     count: int = 1,
     by: sharding_cost.Sharding | None = None,
-) -> plan.Plan:
+) -> Plan:
     known = next(name for name, kind in gpus.GPUS.items() if kind is gpus.of_device(device))
     machine, processes = planned_machine.find(known, count)
     if cap_gib:
@@ -214,7 +215,7 @@ def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
     return folder
 
 
-def compared(made: plan.Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
+def compared(made: Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
     """Return a row of plan.json. `None` means that there is no measurement."""
     assert made.step_seconds is not None
     return {

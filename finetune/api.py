@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, TrainerCallback
 
-    from finetune.importers.translation import Translation
+    from finetune.importers.reading import Translation
     from finetune.planning.plan import Plan
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 _NAME, _TEXT = (str, Path), (str, NoneType)
+_TARGETS = ("gguf", "ollama", "vllm", "mlx", "compressed-tensors")
 
 
 @only_user_errors("read the recipe")
@@ -225,11 +226,11 @@ def export_model(
         quantize: the quantization of the weights. By default, the target's own default.
         adapter: export only the adapter instead of merged weights.
     """
-    from finetune.export import exporting, targets
+    from finetune.export import exporting
 
     check_types(to=(to, (str,)), output=(output, (*_NAME, NoneType)))
     check_types(quantize=(quantize, _TEXT), adapter=(adapter, (bool,)))
-    check_choice("to", to, targets.MODULES)
+    check_choice("to", to, _TARGETS)
     return exporting.run(
         _path(run), to, output=None if output is None else str(output), quantize=quantize, adapter=adapter
     )

@@ -50,6 +50,11 @@ class Setup:
         name = mixed_precision.DTYPES[self.launch.precision]
         return name if quantized else mixed_precision.STORED[self.storage.value]
 
+    @property
+    def quantized(self) -> str:
+        """Return the storage of a quantized base model, such as nf4; the empty string for plain weights."""
+        return "" if self.storage.value in mixed_precision.STORED else self.storage.value
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of the launch."""
         return mixed_precision.autocast(self.hardware.device, self.launch.precision)

@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import NoReturn
 
+from finetune.core import upstream_private
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.recipe import renames
@@ -63,13 +64,14 @@ class CommandParser(argparse.ArgumentParser):
             return Problem(
                 "this word is not expected here", found=word, fix=self._help(), code="command-line"
             )
-        meant = renames.OPTIONS.get(name) or nearest(name, self._option_string_actions)
+        options = [text for action in upstream_private.actions_of(self) for text in action.option_strings]
+        meant = renames.OPTIONS.get(name) or nearest(name, options)
         what = f"`{self.prog}` has no option `{name}`"
         return Problem(what, fix=meant or self._help(), code="command-line")
 
     def _shortest_call(self) -> str:
         """Return the command with its required arguments."""
-        needed = [action for action in self._actions if action.required]
+        needed = [action for action in upstream_private.actions_of(self) if action.required]
         words = [[*action.option_strings[-1:], self._value(action)] for action in needed]
         return " ".join([self.prog, *(word for one in words for word in one)])
 
@@ -78,7 +80,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _values(self, name: str) -> str:
         """Return the values of an option: its choices, or the name of its value."""
-        (action,) = (action for action in self._actions if name in action.option_strings)
+        (action,) = (action for action in upstream_private.actions_of(self) if name in action.option_strings)
         return ", ".join(action.choices) if action.choices else f"{name} {self._value(action)}"
 
     def _value(self, action: argparse.Action) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import argparse
     import datetime
+    from argparse import Action, ArgumentParser
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
@@ -197,6 +198,11 @@ def allow_graphs(count: int) -> None:
 
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
+
+
+def actions_of(parser: ArgumentParser) -> list[Action]:
+    """Return the options and arguments of an argparse parser."""
+    return parser._actions
 
 
 def mark_static_address(tensor: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.formatting import WARNING
 from finetune.data.example_errors import BadRows, row_of, shown
 from finetune.data.examples import short
 from finetune.data.source_loading import MAX_SHOWN
@@ -120,6 +121,13 @@ class Report:
             if self.positions
             else SAID
         )
+
+    def nothing_kept(self, which: str) -> str:
+        """Return a warning if no example of the first ones is trained on; else the empty string."""
+        if self.kept or not self.rows:
+            return ""
+        what = f"none of the first {self.rows} {which} examples has a token to train on"
+        return f"{WARNING}{what}; finetune data says whether any example has one"
 
     def noted(self) -> list[tuple[str, str]]:
         """Return each kind of outcome that occurred, with a line of text about it."""

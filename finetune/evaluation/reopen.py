@@ -14,7 +14,7 @@ from finetune.autoconfig import attention_choice, machine_setup
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.evaluation import gpu_room
 from finetune.models import checkpoint_headers, loading, model_files, tokenizer_setup
-from finetune.quantization import qat, stacked_experts, stored_tensors, stored_weights
+from finetune.quantization import qat, stacked_experts, stored_weights
 from finetune.recipe.schema import Model
 from finetune.speed import fused_experts
 
@@ -100,7 +100,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     from peft import PeftModel
 
     saved = checkpoint_headers.stored(folder.adapter)  # before the base model, which takes longer
-    if wrong := stored_tensors.problems(None, {}, saved):
+    if wrong := checkpoint_headers.adapter_problems(saved):
         found = (replace(one, key="", where=str(folder.adapter), fix=fix) for one in wrong)
         raise UserError(*found, code=Exit.ARTIFACT)
     base: Any = open_base(recipe)

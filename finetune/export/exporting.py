@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig
 
-from finetune.autoconfig import mixed_precision
 from finetune.core import progress, safe_files
 from finetune.core.paths import writing
 from finetune.evaluation import reopen
@@ -133,9 +132,8 @@ def run(
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", opened.name)
         if source == whole:
             config = AutoConfig.from_pretrained(str(whole), trust_remote_code=False)
-        stored = "" if setup.storage.value in mixed_precision.STORED else setup.storage.value
         base = (recipe.model.name, recipe.model.revision)
-        job = ExportJob(name, source, config, tokenizer, expected[0], kind, *base, stored)
+        job = ExportJob(name, source, config, tokenizer, expected[0], kind, *base, setup.quantized)
         packed = safe_files.make_folder(packed.parent, packed.name)
         write = targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write
         with progress.part("writing the files and checking their answers"):

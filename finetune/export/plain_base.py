@@ -9,7 +9,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers.pytorch_utils import Conv1D
 
-from finetune.autoconfig import mixed_precision
 from finetune.core import run_checks
 from finetune.core.errors import Problem, UserError
 from finetune.evaluation import reopen
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
     """Return the base model as it was in training, in fp32. Quantized weights are dequantized."""
     stored: Any = reopen.open_base(recipe)
-    if setup.storage.value in mixed_precision.STORED:
+    if not setup.quantized:
         return stored.float()
     if setup.storage.value == "fp8":
         return stored.dequantize(torch.float32).float()

@@ -35,4 +35,9 @@ def operator(schema: str) -> Callable[[Function], Function]:
 
 def shapes_of(name: str) -> Callable[[Function], Function]:
     """Register a function that returns empty results of an operator, for torch.compile."""
-    return torch.library.register_fake(f"finetune::{name}")
+
+    def registered(function: Function) -> Function:
+        torch.library.register_fake(f"finetune::{name}", function)
+        return function
+
+    return registered

@@ -157,3 +157,8 @@ def _check_entry(name: str, entry: dict[str, Any]) -> None:
         raise ValueError(f"{name} has the shape {shape}"[:200])
     if not 0 <= start <= end or prod(shape) * bits != (end - start) * 8:
         raise ValueError(f"{name} has the shape {shape}, and {end - start:,} bytes"[:200])
+
+
+def adapter_problems(saved: Mapping[str, StoredTensor]) -> list[Problem]:
+    """Return the problem of an adapter with quantized weights, or with weights that are integers."""
+    return stored_tensors.problems(None, {}, saved)

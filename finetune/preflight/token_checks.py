@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import continue_from
 from finetune.autoconfig import batch_size
 from finetune.core.errors import UserError
-from finetune.core.formatting import WARNING
 from finetune.data import chat_templates, example_errors
 from finetune.evaluation import text_limits
 from finetune.models import (
@@ -94,12 +93,7 @@ def _audit(
     loss_weight_checks.check(recipe, first.train.report)
     reports = {"training": first.train.report, "validation": first.validation.report}
     long = [note for report in reports.values() for kind, note in report.noted() if kind == "too_long"]
-    empty = [
-        f"{WARNING}none of the first {report.rows} {which} examples has a token to train on; "
-        "finetune data says whether any example has one"
-        for which, report in reports.items()
-        if report.rows and not report.kept
-    ]
+    empty = [text for which, report in reports.items() if (text := report.nothing_kept(which))]
     return [*notes, *long, *empty]
 
 

@@ -151,7 +151,7 @@ def _share_classes(model: nn.Module) -> None:
 
 def _remove(module: nn.Module, name: str) -> None:
     """Make a parameter plain again. torch changes the class for this, so the module gets one of its own."""
-    shared = type(module)
+    shared: Any = type(module)
     module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
 

@@ -295,8 +295,8 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, t: Tensor, b: Tensor, column: object, a_down: Tensor | None,
-        b_down: Tensor | None, stored: Stored, stored_down: Stored, act: str, kept: str,
+        ctx: Any, x: Tensor, t: Tensor, b: Tensor, column: Tensor | None, a_down: Tensor | None,
+        b_down: Any, stored: Stored, stored_down: Stored, act: str, kept: str,
     ) -> torch.Tensor:  # fmt: skip
         gu, in_fp8 = product(x, stored), len(stored_down) == 2
         h, amax, *in_int8 = ops.activate(gu, t, b, column, act, in_fp8, kept == "int8")

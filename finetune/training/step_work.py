@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
+from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, optimizer_choice
 from finetune.checkpointing import training_state
 from finetune.distributed import launch_environment, sharded_tensors, transformer_engine_layers
 from finetune.recipe import adapter_types
@@ -59,7 +59,7 @@ def work_of(
     host = training_state.available() / 2 / int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
     bytes_per_parameter = 4 + parts * optimizer_bytes_per_parameter(recipe, setup)
-    plain = hasattr(adapted, "peft_config") and setup.storage.value in mixed_precision.STORED
+    plain = hasattr(adapted, "peft_config") and not setup.quantized
     eager = launch_environment.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
     single_process = cuda_graphs.is_single_plain_process(launch.processes)

@@ -240,6 +240,17 @@ def test_updates_if_finite_is_of_fused_optimizers() -> None:
         assert upstream_private.updates_if_finite(optimizer) is fused
 
 
+def test_actions_of_a_parser_are_its_options_and_arguments() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run")
+    parser.add_argument_group("more").add_argument("--to", "-t")
+    assert [(one.dest, one.option_strings) for one in upstream_private.actions_of(parser)] == [
+        ("help", ["-h", "--help"]),
+        ("run", []),
+        ("to", ["--to", "-t"]),
+    ]
+
+
 def test_version_counts_changes_in_place() -> None:
     tensor = torch.zeros(1)
     before = upstream_private.version(tensor)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune.autoconfig import activation_checkpointing, machine_setup, memory_estimate, mixed_precision
+from finetune.autoconfig import activation_checkpointing, launch_settings, machine_setup, memory_estimate
 from finetune.core.errors import UserError
 from finetune.distributed import deepspeed_zero, launch_environment
 from finetune.hardware import detection
@@ -319,7 +319,7 @@ def test_auto_stores_no_codes_where_the_launch_wants_weights(split: str, large, 
     launched = sharding_cost.launched(by, 8, "bf16")
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.1, 64)
     monkeypatch.setattr(detection, "detect", lambda: machine)
-    monkeypatch.setattr(mixed_precision, "launch", lambda machine: launched)
+    monkeypatch.setattr(launch_settings, "read", lambda machine=None: launched)
     weights = machine_setup.Weights(against_fp8=str)
     asked: dict[str, Any] = {"attention": "sdpa", "base": "auto", "adapter_type": "lora", "weights": weights}
     assert machine_setup.choose(**asked).storage.value == "bf16"
