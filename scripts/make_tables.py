@@ -166,7 +166,9 @@ def highlights(measured: dict[str, Any]) -> str:
     missed = sum("ran_out" in row for row in measured["plan"].values())
     near = f"{sum(error <= 0.10 for error in plans)} of {len(plans) + missed}"
     types = len(json_schema()["properties"]["adapter"]["discriminator"]["mapping"])
-    offloaded = "GPU memory of the same training with offloaded activations, at {:,.0f} tokens/s"
+    offloaded = (
+        "GPU memory of this training in place of {:.1f} GiB, with offloaded activations, at {:,.0f} tokens/s"
+    )
     fast, small = measured["peers"]["lora-fp8"], gpu["lora-fp8-mlp-small"]
     rows = [
         (
@@ -177,15 +179,15 @@ def highlights(measured: dict[str, Any]) -> str:
         (
             "Small",
             f"{small['peak_gib']:.1f} GiB",
-            offloaded.format(small["tokens_per_second"]),
+            offloaded.format(fast["peak_gib"], small["tokens_per_second"]),
         ),
-        ("Planned", near, "measured memory peaks are within 10% of the plan"),
+        ("Predicted", near, "measured memory peaks are within 10% of the plan"),
         (
             "Exact",
             f"{equal} of {resumed}",
             "resumed runs equal the uninterrupted run bit for bit, on the CPU",
         ),
-        ("Honest", f"{false:.1%}", "of simulated evaluations of equal models get a false verdict, at most"),
+        ("Honest", f"at most {false:.1%}", "of simulated evaluations call one of two equal models better"),
         ("Complete", f"{types}", "values of `adapter.type`: adapter types and full fine-tuning"),
     ]
     return "\n".join(["| | | |", "|---|---|---|", *(f"| **{a}** | {b} | {c} |" for a, b, c in rows)]) + "\n"

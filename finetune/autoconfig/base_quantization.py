@@ -77,11 +77,11 @@ def choose_base(
     plain = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
     if requested == "none":
         return Choice(plain, "asked for")
-    same = f"{formatting.precision(precision)}, the precision of the launch"
+    same = f"the launch computes in {formatting.precision(precision)}"
     if against_fp8 is None:
         return Choice(plain, same)
     if precision != "bf16":
-        return Choice(plain, f"{same}; fp8 needs bf16")
+        return Choice(plain, f"{same}, and an fp8 base model needs bf16")
     reason = mixed_precision.fp8_missing(machine, precision) or against_fp8()
     if reason:
         return Choice(plain, f"{same}; not fp8: {reason}")

@@ -144,7 +144,7 @@ def headlines(run: Run) -> list[tuple[str, str, str]]:
         found.append(("training time", duration(seconds(run)), ""))
     if run.run_checks:
         ok = sum(bool(check["passed"]) for check in run.run_checks)
-        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", "the settings that really ran"))
+        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", "settings that really ran"))
     return found
 
 

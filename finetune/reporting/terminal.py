@@ -35,7 +35,9 @@ def show_plan(
     train, validation, set_by = data["train"], data["validation"], recipe.origin.set_by
     tokens = f"{train.tokens:,}, of which {train.trained_tokens:,} contribute to the loss"
     no_validation = "none: data.validation is not set, so nothing is evaluated"
-    validated = f"{validation.kept:,} examples" if validation.rows else no_validation
+    equal = train.counts.get("in_validation", 0)
+    among = f"{equal:,} of them also in the training set" if equal else "none in the training set"
+    validated = f"{validation.kept:,} examples, {among}" if validation.rows else no_validation
     rate, default = recipe.train.learning_rate, "default"
     rows = [
         ("model", recipe.model.name, set_by.get("model.name", default)),
@@ -79,7 +81,7 @@ def show_checks(screen: Console, checks: RunChecks) -> None:
     if screen.verbose or passed < total:
         rows = [(c.option, "passed" if c.passed else "FAILED", c.expected, c.actual) for c in checks.entries]
         screen.table("run checks", ("setting", "result", "expected", "actual"), rows)
-    meaning = ": the run used the settings of the recipe" if passed == total else ""
+    meaning = ": the run used the settings of the plan" if passed == total else ""
     screen.say("", f"{passed} of {total} run checks passed{meaning}")
 
 

@@ -354,7 +354,7 @@ def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:
     assert auto(H100, "bf16", large, "adapter.type=qlora").value == "nf4"
     assert auto(H100, "bf16", large, "adapter.type=full").value == "fp32"
     assert auto(CPU, "no", large) == Choice(
-        "fp32", "fp32, the precision of the launch; fp8 needs bf16"
+        "fp32", "the launch computes in fp32, and an fp8 base model needs bf16"
     )  # and the config is not read
     (tmp_path / "config.json").write_text(
         json.dumps(wide | {"model_type": "mixtral", "num_local_experts": 8})
