@@ -58,7 +58,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.data import template_sandbox
 
     template_sandbox.start()  # it starts during the imports and the other checks
-    with counted(options.recipe):
+    with counted(options.recipe, quiet=options.quiet):
         with fast_imports(quiet=options.quiet):
             from finetune.preflight import checker
 

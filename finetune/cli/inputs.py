@@ -53,13 +53,13 @@ def located(recipe: Recipe | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counted(recipe: str) -> Iterator[None]:
-    """Add a last line to the errors of a recipe: their number, and what to do next."""
+def counted(recipe: str, *, quiet: bool) -> Iterator[None]:
+    """Add the last lines to the errors of a recipe, unless `quiet`: their number, and what to do next."""
     try:
         yield
     except UserError as error:
         code = next((problem.code for problem in error.problems if problem.key), "")
-        if code:
+        if code and not quiet:
             count = len(error.problems)
             errors, them = ("errors", "them") if count > 1 else ("error", "it")
             again = command("check", recipe)

@@ -57,7 +57,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.run_folder import run_folder
 
     main = os.environ.get("RANK", "0") == "0"
-    with counted(options.recipe):
+    with counted(options.recipe, quiet=options.quiet):
         recipe = load(options)
         with located(recipe):
             notes = checker.check_without_examples(recipe) + publish_target.check_recipe(recipe)

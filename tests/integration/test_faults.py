@@ -181,10 +181,7 @@ def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, mo
         "publish --dry-run",
     ):
         assert phase in said
-    assert (
-        "the resumed run equals the run without a stop, bit for bit" in said
-        and "next: finetune train" in said
-    )
+    assert "the resumed run equals the run without a stop, bit for bit" in said and ": finetune train" in said
     assert not list(tmp_path.glob("finetune-*")), "left behind"
 
 

@@ -107,4 +107,4 @@ def test_train_on_codes_that_no_config_declares_names_them(
     config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
     train(f"model.name={folder}", "adapter.target_modules=null", code=2)
-    assert "16-bit checkpoint" in capsys.readouterr().err
+    assert "config.json has no quantization_config" in capsys.readouterr().err

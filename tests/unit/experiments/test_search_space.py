@@ -112,7 +112,12 @@ def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> No
     with pytest.raises(UserError) as raised:
         search_space_checks.look(str(QUICKSTART), [], space(tmp_path, CORNERS))
     text = said(raised)
-    for place, what in ((":3:34", "lora"), (":4:15", ">= 1"), (":5:50", "q_proj"), (":6:3", "learning_rate")):
+    for place, what in (
+        (":3:34", "lora"),
+        (":4:15", "at least 1"),
+        (":5:50", "q_proj"),
+        (":6:3", "learning_rate"),
+    ):
         assert any(f"space.yaml{place}" in line for line in text.splitlines()) and what in text, text
     assert ":7:" in text and "an integer" in text
 
