@@ -58,7 +58,8 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
     hardware, choices = list(_machine(machine)), list(_choices(recipe, machine))
     listed, extras = doctor_optimizations.optimizations(recipe, machine), list(_extras())
     screen.table("machine", ("what", "found"), hardware)
-    screen.table("choices", ("what", "choice", "why"), choices)
+    shown = [(name, value, reason.removeprefix("auto: ")) for name, value, reason in choices]
+    screen.table("choices", ("what", "choice", "why"), shown)
     screen.table("optimizations", doctor_optimizations.Optimization._fields, listed, wide=("where", "needs"))
     screen.table("extras", ("extra", "installed", "install command"), extras)
     return {

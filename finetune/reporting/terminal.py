@@ -132,9 +132,11 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
     share = is_share(key, scores["base"], scores["tuned"])
     base, tuned = (formatting.number(scores[side][key], share=share) for side in ("base", "tuned"))
     found = scores["difference"].get(key)
-    if found is None:
-        return name, base, tuned, "", ""
     text, unit = (formatting.points, " points") if share else (formatting.figure, "")
+    if found is None:
+        numbers = [scores[side][key] for side in ("base", "tuned")]
+        known = all(isinstance(one, int | float) for one in numbers)
+        return name, base, tuned, f"{text(numbers[1] - numbers[0])}{unit}" if known else "", ""
     low, value, high = (text(found[part]) for part in ("low", "value", "high"))
     return name, base, tuned, f"{value}{unit} ({low} to {high})", found.get("verdict", "")
 
