@@ -197,7 +197,7 @@ def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
     train(*asked, code=2)
     said = capsys.readouterr().err
     assert "train.max_steps: a run on streamed data needs a number of steps" in said
-    assert main.main(["check", str(QUICKSTART), *asked]) == 2
+    assert main.main(["check", str(QUICKSTART), *asked, "--quiet"]) == 2
     assert capsys.readouterr().err == said
 
 
