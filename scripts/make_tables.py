@@ -187,7 +187,7 @@ def highlights(measured: dict[str, Any]) -> str:
             f"{equal} of {resumed}",
             "resumed runs equal the uninterrupted run bit for bit, on the CPU",
         ),
-        ("Honest", f"at most {false:.1%}", "of simulated evaluations call one of two equal models better"),
+        ("Honest", f"at most {false:.1%}", "of simulated evaluations call two equal models different"),
         ("Complete", f"{types}", "values of `adapter.type`: adapter types and full fine-tuning"),
     ]
     return "\n".join(["| | | |", "|---|---|---|", *(f"| **{a}** | {b} | {c} |" for a, b, c in rows)]) + "\n"

@@ -256,7 +256,7 @@ def track(
     Args:
         total: the sum of all sizes; `None` if it is not known.
         size: returns the size of an item; by default its length.
-        unit: what is counted, for a loop without a known total.
+        unit: the name of the items, for a loop without a known total.
     """
     started, done = time.monotonic(), 0
     if shown := _current.get():

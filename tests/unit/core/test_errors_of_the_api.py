@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from finetune import api
 from finetune.core.errors import Exit, UserError, only_user_errors
+from finetune.export import targets
 from finetune.recipe import loader
 from support.paths import QUICKSTART
 
@@ -67,3 +68,10 @@ def test_api_function_of_a_broken_run_is_a_user_error(name: str, tmp_path: Path)
     (tmp_path / "recipe.resolved.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError):
         getattr(api, name)(tmp_path)
+
+
+def test_export_model_with_an_unknown_target_names_every_target(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        api.export_model(tmp_path, "onnx")
+    said = str(caught.value.problems[0])
+    assert [to for to in targets.MODULES if to not in said] == []
