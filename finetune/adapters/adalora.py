@@ -137,12 +137,17 @@ def allocate(
         allocator.reset_ipt()
         used, budget = ranks(model)
         if used != budget:
-            fix = "raise adapter.tinit, or lower train.warmup_steps"
-            what = f"AdaLoRA misses its rank budget in its last allocation (step {step})"
-            found, expected = f"{used} ranks", f"{budget} ranks"
-            why = "AdaLoRA can only remove ranks of equal importance together"
-            problem = Problem(what, "", "", found, expected, fix, why=why, code="adapter-option")
-            raise UserError(problem, code=Exit.TRAINING)
+            raise UserError(
+                Problem(
+                    f"AdaLoRA misses its rank budget in its last allocation (step {step})",
+                    found=f"{used} ranks",
+                    expected=f"{budget} ranks",
+                    fix="raise adapter.tinit, or lower train.warmup_steps",
+                    why="AdaLoRA can only remove ranks of equal importance together",
+                    code="adapter-option",
+                ),
+                code=Exit.TRAINING,
+            )
 
 
 @torch.no_grad()

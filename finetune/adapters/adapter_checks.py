@@ -29,8 +29,12 @@ def add_new_rows_check(adapted: PeftModel, added: Sequence[int], checks: RunChec
         for module in (adapted.get_input_embeddings(), adapted.get_output_embeddings())
     )
     actual = f"{count} embedding rows train" + (f", and {heads} of the head" if heads != count else "")
-    how = "rows of the embeddings and of the head with requires_grad"
-    checks.add("model.add_tokens", f"{len(added)} embedding rows train", actual, how)
+    checks.add(
+        "model.add_tokens",
+        expected=f"{len(added)} embedding rows train",
+        actual=actual,
+        how="rows of the embeddings and of the head with requires_grad",
+    )
 
 
 def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
@@ -107,8 +111,12 @@ def _add_pattern_check(adapted: PeftModel, config: Any, checks: RunChecks) -> No
         module: Any = adapted.get_base_model().get_submodule(name)
         expected[f"r={rank} x{alpha / (rank**0.5 if config.use_rslora else rank):g}"] += 1
         actual[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
-    how = "rows of A and scale, counted over modules"
-    checks.add("adapter.rank_pattern, alpha_pattern", _counts(expected), _counts(actual), how)
+    checks.add(
+        "adapter.rank_pattern, alpha_pattern",
+        expected=_counts(expected),
+        actual=_counts(actual),
+        how="rows of A and scale, counted over modules",
+    )
 
 
 def _counts(counter: Counter[str]) -> str:
@@ -127,6 +135,11 @@ def count_trainable(model: torch.nn.Module, checks: RunChecks) -> None:
     if hasattr(model, "get_nb_trainable_parameters"):  # it counts two weights per byte of a 4-bit tensor
         count, total = model.get_nb_trainable_parameters()  # type: ignore[operator]  (a PeftModel's method)
     total += sum(prod(by.shape) - values.numel() for values, by in stacked_experts.all_of(model))
-    share = f"{count:,} of {total:,} ({count / total:.2%})"
-    how = "parameters with requires_grad"
-    checks.add("trainable parameters", "> 0", share, how, ok=count > 0, code=Exit.TRAINING)
+    checks.add(
+        "trainable parameters",
+        expected="> 0",
+        actual=f"{count:,} of {total:,} ({count / total:.2%})",
+        how="parameters with requires_grad",
+        ok=count > 0,
+        code=Exit.TRAINING,
+    )

@@ -118,5 +118,9 @@ def _freeze_towers(model: PreTrainedModel, checks: RunChecks) -> None:
         f"{count} linear layers get no adapter, because the model does not use them: {beside}"
     )
     trained = sum(parameter.requires_grad for parameter in trainable_parameters.towers(model).values())
-    how = "parameters with requires_grad outside of the text model and its head"
-    checks.add(f"trained parameters in {beside}", "none", trained or "none", how)
+    checks.add(
+        f"trained parameters in {beside}",
+        expected="none",
+        actual=trained or "none",
+        how="parameters with requires_grad outside of the text model and its head",
+    )

@@ -62,10 +62,17 @@ def check_weights(folder: Path, source: str) -> None:
     untrusted_files.check_adapter(folder, "adapter.init_from")
     missing = [name for name in FILES if not (folder / name).exists()]
     if missing:
-        what, expected = f"the adapter has no {', '.join(missing)}", f"a folder with {' and '.join(FILES)}"
-        fix, why = untrusted_files.SAVE_AGAIN, "finetune reads only adapters in safetensors"
-        problem = Problem(what, INIT_FROM, "", source, expected, fix, why=why, code="adapter-files")
-        raise UserError(problem)
+        raise UserError(
+            Problem(
+                f"the adapter has no {', '.join(missing)}",
+                INIT_FROM,
+                found=source,
+                expected=f"a folder with {' and '.join(FILES)}",
+                fix=untrusted_files.SAVE_AGAIN,
+                why="finetune reads only adapters in safetensors",
+                code="adapter-files",
+            )
+        )
 
 
 def _source_folder(source: str) -> Path | None:
@@ -82,16 +89,31 @@ def _source_folder(source: str) -> Path | None:
                 f"looked in {Path.cwd()} and the recipe's folder",
             )
             near = similar_files(path)
-            fix = f"init_from: {near}" if near else "name a run folder, such as runs/quickstart"
-            raise UserError(Problem(what, INIT_FROM, found=found, fix=fix, code="adapter-files"))
+            raise UserError(
+                Problem(
+                    what,
+                    INIT_FROM,
+                    found=found,
+                    fix=f"init_from: {near}" if near else "name a run folder, such as runs/quickstart",
+                    code="adapter-files",
+                )
+            )
         return None
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").exists():
             return folder
-    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
-    what, expected = f"{path} holds no adapter", "a run folder, or a folder with adapter_config.json"
-    fix = "name a run folder, such as runs/quickstart"
-    raise UserError(Problem(what, INIT_FROM, "", found, expected, fix=fix, code="adapter-files"))
+    raise UserError(
+        Problem(
+            f"{path} holds no adapter",
+            INIT_FROM,
+            found=", ".join(sorted(entry.name for entry in path.iterdir())[:6])
+            if path.is_dir()
+            else "a file",
+            expected="a run folder, or a folder with adapter_config.json",
+            fix="name a run folder, such as runs/quickstart",
+            code="adapter-files",
+        )
+    )
 
 
 def _source_problems(
@@ -100,34 +122,60 @@ def _source_problems(
     """Return the problems that prevent training of a saved adapter with this recipe."""
     kind, problems = adapter_types.find(adapter.type), []
     if kind.prompt or kind.peft == "adalora":
-        what = f"PEFT can't continue to train a saved {adapter.type} adapter"
         fix = (
             "remove `init_from`"
             if kind.prompt
             else "merge the adapter (finetune merge), and train the result"
         )
-        return [Problem(what, INIT_FROM, found=str(adapter.source), fix=fix, code="adapter-type")]
+        return [
+            Problem(
+                f"PEFT can't continue to train a saved {adapter.type} adapter",
+                INIT_FROM,
+                found=str(adapter.source),
+                fix=fix,
+                code="adapter-type",
+            )
+        ]
     init = str(saved.get("init_lora_weights")).lower()
     if init.startswith(adapter_types.REBASING_INITS):
         what, why = "the adapter needs a modified base model", f"{init} moved a part of the base into it"
-        fix, shown = (
-            "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
-            f"init_lora_weights: {init}",
-        )
-        return [Problem(what, INIT_FROM, found=shown, fix=fix, why=why, code="adapter-files")]
+        return [
+            Problem(
+                what,
+                INIT_FROM,
+                found=f"init_lora_weights: {init}",
+                fix=(
+                    "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+                ),
+                why=why,
+                code="adapter-files",
+            )
+        ]
     for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
         if saved.get(key) is not None and saved[key] is not False:
-            what, shown = "finetune does not support an option of the saved adapter", f"{key}: {saved[key]}"
-            fix = "train a new adapter: remove `init_from`"
-            problems.append(Problem(what, INIT_FROM, found=shown, why=why, fix=fix, code="adapter-option"))
+            problems.append(
+                Problem(
+                    "finetune does not support an option of the saved adapter",
+                    INIT_FROM,
+                    found=f"{key}: {saved[key]}",
+                    why=why,
+                    fix="train a new adapter: remove `init_from`",
+                    code="adapter-option",
+                )
+            )
     type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
     type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant({**adapter.options(), **kind.sets})}".strip()
     if type_saved != type_asked:
-        what = "the saved adapter has another type"
-        fix = f"adapter.type: {type_saved.split()[0]}"
         problems.append(
-            Problem(what, INIT_FROM, found=type_saved, expected=type_asked, fix=fix, code="adapter-type")
+            Problem(
+                "the saved adapter has another type",
+                INIT_FROM,
+                found=type_saved,
+                expected=type_asked,
+                fix=f"adapter.type: {type_saved.split()[0]}",
+                code="adapter-type",
+            )
         )
     for key, value in adapter.options().items():
         have = saved.get(key)
@@ -135,20 +183,31 @@ def _source_problems(
         is_every = value == target_modules.EVERYTHING
         is_every |= value == target_modules.WITH_EXPERTS and bool(saved.get("target_parameters"))
         if not same and not is_every:
-            what, shown, fix = "the saved adapter has another value", str(value), f"remove `{key}`"
-            place, expected = f"adapter.{key}", str(have)
-            problems.append(Problem(what, place, "", shown, expected, fix, code="adapter-option"))
+            problems.append(
+                Problem(
+                    "the saved adapter has another value",
+                    f"adapter.{key}",
+                    found=str(value),
+                    expected=str(have),
+                    fix=f"remove `{key}`",
+                    code="adapter-option",
+                )
+            )
     if not adapter.ours("from_other_base"):
         of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
         same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
         known = [one for one in (commit, revision) if client.COMMIT.fullmatch(str(one))]
         if not same or len({*known}) > 1:  # two branches or tags may name the same commit
-            what, fix = (
-                "the adapter was trained on another base model",
-                f"model.name: {of}, or from_other_base: true",
+            problems.append(
+                Problem(
+                    "the adapter was trained on another base model",
+                    INIT_FROM,
+                    found=f"{of} {commit or ''}".strip(),
+                    expected=f"{base} {revision or ''}".strip(),
+                    fix=f"model.name: {of}, or from_other_base: true",
+                    code="adapter-files",
+                )
             )
-            shown, expected = f"{of} {commit or ''}".strip(), f"{base} {revision or ''}".strip()
-            problems.append(Problem(what, INIT_FROM, "", shown, expected, fix, code="adapter-files"))
     return problems
 
 
@@ -198,11 +257,17 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
     have = {token: known[token] for token in added}
     whole = _whole_rows(str(adapter.source))
     if whole and trained is not None and whole != rows:
-        what = "the adapter's file holds embeddings of another size than the base model's"
         its = ", ".join(token for token in theirs if token in added or token in lacking)
-        found = f"{whole:,} rows" + (f"; tokens that the base model lacks: {its}" if its else "")
-        expected = f"{rows:,} rows"
-        raise UserError(Problem(what, INIT_FROM, "", found, expected, MERGED, code="adapter-files"))
+        raise UserError(
+            Problem(
+                "the adapter's file holds embeddings of another size than the base model's",
+                INIT_FROM,
+                found=f"{whole:,} rows" + (f"; tokens that the base model lacks: {its}" if its else ""),
+                expected=f"{rows:,} rows",
+                fix=MERGED,
+                code="adapter-files",
+            )
+        )
     if needed != have:
         what, fix = "the saved adapter has trained other new tokens", "remove `add_tokens`"
         fix = f"model.add_tokens: {json.dumps(sorted(needed, key=needed.__getitem__))}" if needed else fix
@@ -227,12 +292,27 @@ def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
     """
     expected = f"{rows:,} rows"
     if trained is None and whole not in (None, rows):
-        what, found = "the adapter's file holds embeddings of another size", f"{whole:,} rows"
-        raise UserError(Problem(what, INIT_FROM, "", found, expected, MERGED, code="adapter-files"))
+        raise UserError(
+            Problem(
+                "the adapter's file holds embeddings of another size",
+                INIT_FROM,
+                found=f"{whole:,} rows",
+                expected=expected,
+                fix=MERGED,
+                code="adapter-files",
+            )
+        )
     if unnamed := sorted(row for row in trained or () if row >= rows):
-        what, found = "the adapter has trained token ids that the base model lacks", f"rows {unnamed}"
-        fix = "save the adapter's tokenizer.json in its folder"
-        raise UserError(Problem(what, INIT_FROM, "", found, expected, fix, code="adapter-files"))
+        raise UserError(
+            Problem(
+                "the adapter has trained token ids that the base model lacks",
+                INIT_FROM,
+                found=f"rows {unnamed}",
+                expected=expected,
+                fix="save the adapter's tokenizer.json in its folder",
+                code="adapter-files",
+            )
+        )
 
 
 def _source_file(source: str, name: str) -> Any:
@@ -317,9 +397,15 @@ def load(
     commit = upstream_private.commit_hash(model.config)
     problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
     if (rows := _rows_of(saved)) is not None and (bare := len(set(added) - rows)):
-        what, fix = "the saved adapter does not train the new tokens", "remove `add_tokens`"
-        found = f"{bare} new tokens"
-        problems.append(Problem(what, "model.add_tokens", found=found, fix=fix, code="adapter-files"))
+        problems.append(
+            Problem(
+                "the saved adapter does not train the new tokens",
+                "model.add_tokens",
+                found=f"{bare} new tokens",
+                fix="remove `add_tokens`",
+                code="adapter-files",
+            )
+        )
     if problems:
         raise UserError(*problems)
     check_patterns(folder, model)
@@ -340,12 +426,11 @@ def load(
         name in live and bool((live[name].float().cpu() == tensor.float()).all())
         for name, tensor in on_disk.items()
     )
-    how = "tensors of its file, compared with the model's"
     checks.add(
         "adapter.init_from",
-        f"all {len(on_disk)} of {source}",
-        f"all {equal} of {source}",
-        how,
+        expected=f"all {len(on_disk)} of {source}",
+        actual=f"all {equal} of {source}",
+        how="tensors of its file, compared with the model's",
         code=Exit.ARTIFACT,
     )
     return adapted
@@ -362,13 +447,16 @@ def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
     # Otherwise PEFT would ask the Hub whether the embeddings were resized.
     live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if missing := sorted(live.keys() - set(names)):
-        what, found = (
-            f"the file lacks {len(missing)} of the adapter's tensors",
-            f"no {', '.join(missing[:3])}",
+        raise UserError(
+            Problem(
+                f"the file lacks {len(missing)} of the adapter's tensors",
+                where=source,
+                found=f"no {', '.join(missing[:3])}",
+                fix=untrusted_files.SAVE_AGAIN,
+                code="adapter-files",
+            ),
+            code=Exit.ARTIFACT,
         )
-        fix = untrusted_files.SAVE_AGAIN
-        problem = Problem(what, where=source, found=found, fix=fix, code="adapter-files")
-        raise UserError(problem, code=Exit.ARTIFACT)
 
 
 @contextlib.contextmanager
@@ -401,7 +489,14 @@ def refusals(
         if should_reduce_batch_size(error):
             raise
         said = " ".join(str(error).split())
-        found = said if len(said) <= 300 else f"{said[:300]} ..."
         raise UserError(
-            Problem(what, key, where, found, fix=fix, code="adapter-option"), code=code
+            Problem(
+                what,
+                key,
+                where=where,
+                found=said if len(said) <= 300 else f"{said[:300]} ...",
+                fix=fix,
+                code="adapter-option",
+            ),
+            code=code,
         ) from error

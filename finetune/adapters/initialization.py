@@ -64,9 +64,12 @@ def attach(
     # LoftQ moves a 4-bit base model towards its unquantized weights. The other initializations do not change
     # the function of the model.
     is_unchanged = changed < (1.0 if init == "loftq" else 5e-2)
-    how = "prepared by PEFT; ||with - without|| / ||without||, before training"
     checks.add(
-        "adapter.init_lora_weights", init, f"{init}: {actual}", how, ok=is_unchanged and _prepared(adapted)
+        "adapter.init_lora_weights",
+        expected=init,
+        actual=f"{init}: {actual}",
+        how="prepared by PEFT; ||with - without|| / ||without||, before training",
+        ok=is_unchanged and _prepared(adapted),
     )
     return adapted
 
@@ -162,8 +165,13 @@ def _start_zero_rows(adapted: Any, checks: RunChecks) -> None:
             )
             rows += int(zero.sum())
     if rows:
-        actual = f"{rows} given a first direction of 1e-6"
-        checks.add("DoRA on rows of zeros", f"{rows} finite", actual, "magnitudes that were 0", ok=True)
+        checks.add(
+            "DoRA on rows of zeros",
+            expected=f"{rows} finite",
+            actual=f"{rows} given a first direction of 1e-6",
+            how="magnitudes that were 0",
+            ok=True,
+        )
 
 
 def _plain(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
@@ -218,10 +226,16 @@ def _lora_ga(model: PreTrainedModel, config: LoraConfig, batches: Batches) -> An
 def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     """Initialize LoftQ (arXiv 2310.08659) on a 4-bit base model: A and B reduce its quantization error."""
     if model.device.type != "cuda":
-        what, fix = "PEFT's LoftQ needs a CUDA GPU", "init_lora_weights: true"
-        found, code = f"device {model.device.type}", "hardware"
-        problem = Problem(what, "adapter.init_lora_weights", found=found, fix=fix, code=code)
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "PEFT's LoftQ needs a CUDA GPU",
+                "adapter.init_lora_weights",
+                found=f"device {model.device.type}",
+                fix="init_lora_weights: true",
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     from huggingface_hub import snapshot_download
     from peft import get_peft_model, replace_lora_weights_loftq
 
@@ -233,9 +247,15 @@ def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     try:
         replace_lora_weights_loftq(adapted, f"{folder}/model.safetensors")
     except FileNotFoundError as error:
-        what, fix = "LoftQ needs the weights in one file model.safetensors", "adapter.init_lora_weights: true"
-        found, code = str(error), "adapter-option"
-        raise UserError(Problem(what, "model.name", found=found, fix=fix, code=code)) from error
+        raise UserError(
+            Problem(
+                "LoftQ needs the weights in one file model.safetensors",
+                "model.name",
+                found=str(error),
+                fix="adapter.init_lora_weights: true",
+                code="adapter-option",
+            )
+        ) from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float().contiguous()

@@ -104,9 +104,14 @@ def _no_module(
     elif len(parts) > 1:
         others = [other for other in listed if other != target]
         fix = f"{key}: [{', '.join(dict.fromkeys([*others, *parts]))}]"
-    what, found = f'"{target}" matches no module of this model', _modules(available)
-    why = "a string is a regular expression for whole names" if parts and not listed else ""
-    return Problem(what, place, found=found, fix=fix, why=why, code="target-modules")
+    return Problem(
+        f'"{target}" matches no module of this model',
+        place,
+        found=_modules(available),
+        fix=fix,
+        why="a string is a regular expression for whole names" if parts and not listed else "",
+        code="target-modules",
+    )
 
 
 def _modules(available: Collection[str]) -> str:
@@ -138,10 +143,14 @@ def describe_without_gradient(
         picked: full names of all modules that get an adapter.
     """
     layers = ", ".join(_endings(lost, picked))
-    what = f"an adapter on {layers} would get no gradient"
-    found = f"{len(lost)} modules, such as {sorted(lost)[0]}"
-    fix = _leave_out(lost, picked, options, peft)
-    return Problem(what, "adapter.target_modules", found=found, fix=fix, why=why, code="no-gradient")
+    return Problem(
+        f"an adapter on {layers} would get no gradient",
+        "adapter.target_modules",
+        found=f"{len(lost)} modules, such as {sorted(lost)[0]}",
+        fix=_leave_out(lost, picked, options, peft),
+        why=why,
+        code="no-gradient",
+    )
 
 
 def describe_failing(
@@ -156,9 +165,13 @@ def describe_failing(
     """
     pattern = re.escape(re.sub(r"\d+", "0", layer)).replace("0", r"\d+")
     lost = [name for name in picked if re.fullmatch(pattern, name)] or [layer]
-    what = f"PEFT's {peft} does not run in {', '.join(_endings(lost, picked))} of this model"
-    fix = _leave_out(lost, picked, options, peft)
-    return Problem(what, "adapter.target_modules", found=said, fix=fix, code="target-modules")
+    return Problem(
+        f"PEFT's {peft} does not run in {', '.join(_endings(lost, picked))} of this model",
+        "adapter.target_modules",
+        found=said,
+        fix=_leave_out(lost, picked, options, peft),
+        code="target-modules",
+    )
 
 
 def _endings(lost: Collection[str], picked: Collection[str]) -> list[str]:
@@ -196,8 +209,14 @@ def _targets(
     if targets is None:
         if peft not in adapter_types.OWN_TARGETS:
             return []
-        what = f"PEFT has no default modules of {peft} for {names.family}"
-        return [Problem(what, key, fix=_suggested(peft, names), code="target-modules")]
+        return [
+            Problem(
+                f"PEFT has no default modules of {peft} for {names.family}",
+                key,
+                fix=_suggested(peft, names),
+                code="target-modules",
+            )
+        ]
     if targets in (target_modules.EVERYTHING, expert_targets.WITH_EXPERTS):
         lost = [] if names.linear else [str(targets)]
     else:
@@ -208,24 +227,35 @@ def _targets(
         return [_half(resolved.half, targets)]
     if not picked and not resolved.options.get("target_parameters"):
         if not targets:
-            what, fix = "the list of target modules is empty", _suggested(peft, names)
-            return [Problem(what, key, found=as_yaml(targets), fix=fix, code="target-modules")]
-        what = "no module is left for an adapter after the exclusions"
+            return [
+                Problem(
+                    "the list of target modules is empty",
+                    key,
+                    found=as_yaml(targets),
+                    fix=_suggested(peft, names),
+                    code="target-modules",
+                )
+            ]
         limits = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
         limiting = ", ".join(name for name in limits if options.get(name) is not None)
-        found, fix = f"{targets} with {limiting}", f"remove {limiting}"
-        return [Problem(what, key, found=found, fix=fix, code="target-modules")]
+        return [
+            Problem(
+                "no module is left for an adapter after the exclusions",
+                key,
+                found=f"{targets} with {limiting}",
+                fix=f"remove {limiting}",
+                code="target-modules",
+            )
+        ]
     usable = {*adaptable, names.head}
     unfit = {name: names.kinds[name] for name in picked if name not in usable}
     if unfit:
-        shown = ", ".join(f"{short(name)} ({kind})" for name, kind in _one_of_each(unfit).items())
-        available = ", ".join(dict.fromkeys(map(short, adaptable))) or "none"
         return [
             Problem(
                 f"{peft} can't adapt these modules",
                 key,
-                found=shown,
-                expected=available,
+                found=", ".join(f"{short(name)} ({kind})" for name, kind in _one_of_each(unfit).items()),
+                expected=", ".join(dict.fromkeys(map(short, adaptable))) or "none",
                 fix=_suggested(peft, names),
                 code="target-modules",
             )
@@ -327,14 +357,16 @@ def _untrainable(names: Names, picked: list[str], options: Mapping[str, Any], pe
     if refused := sorted(
         {short(name) for name in untrainable_layers.refused_by_peft(names, peft) & set(picked)}
     ):
-        what = f"PEFT does not adapt {' and '.join(refused)} of {names.family}"
-        key, fix, why = (
-            "adapter.target_modules",
-            _suggested(peft, names),
-            "Mamba's kernels read these weights",
-        )
-        found = as_yaml(options.get("target_modules"))
-        return [Problem(what, key, found=found, fix=fix, why=why, code="target-modules")]
+        return [
+            Problem(
+                f"PEFT does not adapt {' and '.join(refused)} of {names.family}",
+                "adapter.target_modules",
+                found=as_yaml(options.get("target_modules")),
+                fix=_suggested(peft, names),
+                why="Mamba's kernels read these weights",
+                code="target-modules",
+            )
+        ]
     why = untrainable_layers.reasons(names, peft)
     lost = [name for name in picked if name in why]
     return [
@@ -350,16 +382,29 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
     numbers = [wanted] if isinstance(wanted, int) else wanted or ()
     missing = [number for number in numbers if not 0 <= number < names.layers]
     if missing:
-        found, expected = ", ".join(map(str, missing)), f"0 to {names.layers - 1}"
-        what = "the model has no layer with this number"
-        fix = f"use a number from 0 to {names.layers - 1}"
-        return [Problem(what, key, found=found, expected=expected, fix=fix, code="target-modules")]
+        return [
+            Problem(
+                "the model has no layer with this number",
+                key,
+                found=", ".join(map(str, missing)),
+                expected=f"0 to {names.layers - 1}",
+                fix=f"use a number from 0 to {names.layers - 1}",
+                code="target-modules",
+            )
+        ]
     if wanted is not None and isinstance(targets, str) and targets != target_modules.EVERYTHING:
-        what = "PEFT ignores `layers_to_transform` if `target_modules` is a regular expression"
         listed = [name for name in names.kinds if target_modules.match(targets, [name])[targets]]
         fix = f"target_modules: [{', '.join(dict.fromkeys(map(short, listed)))}]"
         fix = f"{fix}, or remove `layers_to_transform`"
-        return [Problem(what, key, found=as_yaml(wanted), fix=fix, code="target-modules")]
+        return [
+            Problem(
+                "PEFT ignores `layers_to_transform` if `target_modules` is a regular expression",
+                key,
+                found=as_yaml(wanted),
+                fix=fix,
+                code="target-modules",
+            )
+        ]
     return []
 
 
@@ -373,22 +418,37 @@ def _heads_and_embeddings(
         saved = dict.fromkeys([*(options.get("modules_to_save") or ()), head])
         fix = f"modules_to_save: [{', '.join(saved)}]"
         fix = fix if len(picked) > 1 else f"target_modules: all-linear and {fix}"
-        key = "adapter.target_modules"
-        problems.append(Problem(ON_HEAD, key, found=head, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
+        problems.append(
+            Problem(
+                ON_HEAD, "adapter.target_modules", found=head, fix=fix, why=HEAD_WEIGHT, code="no-gradient"
+            )
+        )
     elif names.tied and names.embedding in picked and _ties_head(options):
-        what = "`ensure_weight_tying` puts the adapter of the embeddings on the output head too"
-        place, said = "adapter.ensure_weight_tying", f"target_modules with {short(names.embedding)}"
-        fix = "remove `ensure_weight_tying`"
-        problems.append(Problem(what, place, found=said, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
+        problems.append(
+            Problem(
+                "`ensure_weight_tying` puts the adapter of the embeddings on the output head too",
+                "adapter.ensure_weight_tying",
+                found=f"target_modules with {short(names.embedding)}",
+                fix="remove `ensure_weight_tying`",
+                why=HEAD_WEIGHT,
+                code="no-gradient",
+            )
+        )
     if peft == "trainable_tokens" and names.tied and names.embedding in picked:
         problems.append(adapter_on_head(peft, options.get("token_indices")))
     init = str(options.get("init_lora_weights"))
     rows = [name for name in picked if names.kinds[name] == "Embedding"]
     if init.startswith(REBASING_INITS) and rows:
-        what, fix = f"{init} excludes an adapter on the embeddings", "init_lora_weights: true"
-        why, place = "finetune saves it as the difference of two LoRA adapters", "adapter.target_modules"
-        shown, code = ", ".join(rows), "recipe-conflict"
-        problems.append(Problem(what, place, found=shown, fix=fix, why=why, code=code))
+        problems.append(
+            Problem(
+                f"{init} excludes an adapter on the embeddings",
+                "adapter.target_modules",
+                found=", ".join(rows),
+                fix="init_lora_weights: true",
+                why="finetune saves it as the difference of two LoRA adapters",
+                code="recipe-conflict",
+            )
+        )
     return problems
 
 
@@ -414,8 +474,9 @@ def adapter_on_head(kind: str, tokens: object = None) -> Problem:
     """
     fix = "adapter.type: lora"
     fix += f" and trainable_token_indices: {tokens or '[0]'}" if kind == "trainable_tokens" else ""
-    found = f"{kind} on the output head"
-    return Problem(ON_HEAD, "adapter", found=found, fix=fix, why=HEAD_WEIGHT, code="no-gradient")
+    return Problem(
+        ON_HEAD, "adapter", found=f"{kind} on the output head", fix=fix, why=HEAD_WEIGHT, code="no-gradient"
+    )
 
 
 def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
@@ -426,8 +487,17 @@ def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
     beside = ", ".join(name for name in forward if name not in targets)
     what, expected = "these modules are not in `target_modules`", ", ".join(targets)
     key, fix = "adapter.feedforward_modules", f"target_modules: [{', '.join([*targets, beside])}]"
-    why = "IA3 scales the inputs of feed-forward modules, so they must be targets"
-    return [Problem(what, key, "", beside, expected, fix, why=why, code="target-modules")]
+    return [
+        Problem(
+            what,
+            key,
+            found=beside,
+            expected=expected,
+            fix=fix,
+            why="IA3 scales the inputs of feed-forward modules, so they must be targets",
+            code="target-modules",
+        )
+    ]
 
 
 def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
@@ -456,15 +526,27 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
     problems = list[Problem]()
     rows = names.shapes.get(f"{names.embedding}.weight", (0,))[0]
     if peft == "trainable_tokens" and not options.get("token_indices"):
-        what, fix = "the list of tokens to train is empty", "token_indices: [0]"
-        problems.append(Problem(what, "adapter.token_indices", fix=fix, code="missing-key"))
+        problems.append(
+            Problem(
+                "the list of tokens to train is empty",
+                "adapter.token_indices",
+                fix="token_indices: [0]",
+                code="missing-key",
+            )
+        )
     for key in ("trainable_token_indices", "token_indices"):
         token_ids = options.get(key) or ()
         for target in (
             (one for one, ids in token_ids.items() if not ids) if isinstance(token_ids, dict) else ()
         ):
-            what, fix = "the list of tokens to train is empty", f"remove `{target}`"
-            problems.append(Problem(what, f"adapter.{key}.{target}", fix=fix, code="missing-key"))
+            problems.append(
+                Problem(
+                    "the list of tokens to train is empty",
+                    f"adapter.{key}.{target}",
+                    fix=f"remove `{target}`",
+                    code="missing-key",
+                )
+            )
         tokens = (
             [token for ids in token_ids.values() for token in ids]
             if isinstance(token_ids, dict)
@@ -472,10 +554,16 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
         )
         beyond = [token for token in tokens if not 0 <= token < rows]
         if beyond:
-            what, shown = "the model has no token with this id", ", ".join(map(str, beyond))
-            place, expected = f"adapter.{key}", f"0 to {rows - 1}"
-            fix = f"use ids from 0 to {rows - 1}"
-            problems.append(Problem(what, place, found=shown, expected=expected, fix=fix, code="token-limit"))
+            problems.append(
+                Problem(
+                    "the model has no token with this id",
+                    f"adapter.{key}",
+                    found=", ".join(map(str, beyond)),
+                    expected=f"0 to {rows - 1}",
+                    fix=f"use ids from 0 to {rows - 1}",
+                    code="token-limit",
+                )
+            )
         holders = [name for name in (names.embedding, names.head) if name]
         for target in token_ids if isinstance(token_ids, dict) else ():
             if not any(name.endswith(target) for name in holders):
@@ -500,21 +588,30 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
     problems = list[Problem]()
     used = {one for matching in hits.values() for one in matching}
     for lost in (one for one in pattern if one not in used):
-        what = f'"{lost}" matches no module that gets an adapter'
-        shown = _modules(available)
-        problem = Problem(what, f"adapter.{key}.{lost}", found=shown, code="target-modules")
+        problem = Problem(
+            f'"{lost}" matches no module that gets an adapter',
+            f"adapter.{key}.{lost}",
+            found=_modules(available),
+            code="target-modules",
+        )
         near = _unless_usual(nearest(lost, available), problem)
-        fix = f"rename it to `{near}`" if near else f"remove `{lost}`"
-        problems.append(replace(problem, fix=fix))
+        problems.append(replace(problem, fix=f"rename it to `{near}`" if near else f"remove `{lost}`"))
     twice = {(them[0], min(them)): name for name, them in hits.items() if them}
     for (first, saved), name in twice.items():
         if pattern[first] == pattern[saved]:
             continue
         depth = len(saved) - len(saved.lstrip("(")) + 1  # "(" sorts before the characters of names
         early = "(" * depth + first + ")" * depth
-        what, why = f'"{first}" and "{saved}" match the same module', "PEFT uses the first one and sorts them"
-        place, fix = f"adapter.{key}", f'"{early}" in place of "{first}", which stays the first'
-        problems.append(Problem(what, place, found=name, fix=fix, why=why, code="target-modules"))
+        problems.append(
+            Problem(
+                f'"{first}" and "{saved}" match the same module',
+                f"adapter.{key}",
+                found=name,
+                fix=f'"{early}" in place of "{first}", which stays the first',
+                why="PEFT uses the first one and sorts them",
+                code="target-modules",
+            )
+        )
     return problems
 
 
@@ -530,26 +627,50 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
         sizes = {len(names.shapes[name]) for name in matched}
         holders = {name.rpartition(".")[0] for name in matched}
         if not matched:
-            what = f'"{target}" matches no parameter of this model'
             near = nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"})
             fix = _with_name("target_parameters", targets, target, near)
             usable = _expert_parameters(names) or available
-            shown = f"the parameters {', '.join(usable)}"
-            problems.append(Problem(what, key, found=shown, fix=fix, code="target-modules"))
-        elif sizes - {2, 3}:
-            what = f'"{target}" matches a parameter with {min(sizes)} dimension'
-            expected = "a weight of a linear layer or of experts, with 2 or 3 dimensions"
-            fix = f"remove {target} from the list"
             problems.append(
-                Problem(what, key, found=matched[0], expected=expected, fix=fix, code="target-modules")
+                Problem(
+                    f'"{target}" matches no parameter of this model',
+                    key,
+                    found=f"the parameters {', '.join(usable)}",
+                    fix=fix,
+                    code="target-modules",
+                )
+            )
+        elif sizes - {2, 3}:
+            problems.append(
+                Problem(
+                    f'"{target}" matches a parameter with {min(sizes)} dimension',
+                    key,
+                    found=matched[0],
+                    expected="a weight of a linear layer or of experts, with 2 or 3 dimensions",
+                    fix=f"remove {target} from the list",
+                    code="target-modules",
+                )
             )
         elif holders & set(picked):
-            what = f'`target_modules` adapts the module of "{target}" already'
-            fix = f"remove {target} from target_parameters"
-            problems.append(Problem(what, key, found=matched[0], fix=fix, code="target-modules"))
+            problems.append(
+                Problem(
+                    f'`target_modules` adapts the module of "{target}" already',
+                    key,
+                    found=matched[0],
+                    fix=f"remove {target} from target_parameters",
+                    code="target-modules",
+                )
+            )
         elif names.head in holders:
-            fix = f"remove it, and set modules_to_save: [{short(names.head)}]"
-            problems.append(Problem(ON_HEAD, key, found=target, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
+            problems.append(
+                Problem(
+                    ON_HEAD,
+                    key,
+                    found=target,
+                    fix=f"remove it, and set modules_to_save: [{short(names.head)}]",
+                    why=HEAD_WEIGHT,
+                    code="no-gradient",
+                )
+            )
     return problems + _unlike_lora(options, bool(targets), "adapter.target_parameters")
 
 
@@ -558,10 +679,15 @@ def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list
     options_set = [one for one in ("lora_dropout", "lora_bias", "use_dora") if options.get(one)]
     if not parameters or not options_set:
         return []
-    what = f"PEFT has no {' and no '.join(options_set)} for parameters such as the weights of experts"
-    fix = "adapter.type: lora" if "use_dora" in options_set else f"remove {' and '.join(options_set)}"
-    found = ", ".join(f"{one}: {options[one]}" for one in options_set)
-    return [Problem(what, key, found=found, fix=fix, code="adapter-option")]
+    return [
+        Problem(
+            f"PEFT has no {' and no '.join(options_set)} for parameters such as the weights of experts",
+            key,
+            found=", ".join(f"{one}: {options[one]}" for one in options_set),
+            fix="adapter.type: lora" if "use_dora" in options_set else f"remove {' and '.join(options_set)}",
+            code="adapter-option",
+        )
+    ]
 
 
 def _experts(options: Mapping[str, Any], names: Names, resolved: Resolved) -> list[Problem]:
@@ -589,8 +715,14 @@ def _no_experts(names: Names, peft: str) -> Problem | None:
     target, key = expert_targets.WITH_EXPERTS, "adapter.target_modules"
     fix = f"target_modules: {target_modules.EVERYTHING}"
     if peft != "lora":
-        what = f"PEFT's {peft} can't adapt experts"
-        return Problem(what, key, found=target, expected="LoRA", fix=fix, code="target-modules")
+        return Problem(
+            f"PEFT's {peft} can't adapt experts",
+            key,
+            found=target,
+            expected="LoRA",
+            fix=fix,
+            code="target-modules",
+        )
     if expert_targets.stacked(names) or any(".experts." in name for name in names.linear):
         return None
     what = "the model has no experts"

@@ -32,20 +32,37 @@ def problems(folder: Path, names: Names, peft: str) -> list[Problem]:
     converts = peft == "lora" and expert_targets.is_rewritten(names)
     texts = {"fix": MERGED, "code": "adapter-files"}
     if apart and stacked and not converts:
-        what = f"the adapter has one module per expert, but the experts of {names.family} are stacked"
-        found, why = f"{len(apart)} modules, such as {apart[0]}", "PEFT can't convert them for this family"
-        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
+        return [
+            Problem(
+                f"the adapter has one module per expert, but the experts of {names.family} are stacked",
+                INIT_FROM,
+                found=f"{len(apart)} modules, such as {apart[0]}",
+                why="PEFT can't convert them for this family",
+                **texts,
+            )
+        ]
     if together and listed and not stacked:
-        what = f"the adapter has stacked experts, but {names.family} has one module per expert"
-        found, why = f"{len(together)} modules, such as {together[0]}", "PEFT can't split them"
-        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
+        return [
+            Problem(
+                f"the adapter has stacked experts, but {names.family} has one module per expert",
+                INIT_FROM,
+                found=f"{len(together)} modules, such as {together[0]}",
+                why="PEFT can't split them",
+                **texts,
+            )
+        ]
     reasons = untrainable_layers.reasons(names, peft)
     adapted = [f"{name.removeprefix('base_model.model.')}." for name in tensors]
     if lost := [name for name in reasons if any(one.startswith(f"{name}.") for one in adapted)]:
         layers = ", ".join(dict.fromkeys(map(module_names.short, lost)))
-        what, found = (
-            f"the saved adapter would not train on {layers} here",
-            f"{len(lost)} modules, such as {lost[0]}",
-        )
-        return [Problem(what, INIT_FROM, found=found, why=reasons[lost[0]], fix=MERGED, code="no-gradient")]
+        return [
+            Problem(
+                f"the saved adapter would not train on {layers} here",
+                INIT_FROM,
+                found=f"{len(lost)} modules, such as {lost[0]}",
+                why=reasons[lost[0]],
+                fix=MERGED,
+                code="no-gradient",
+            )
+        ]
     return []

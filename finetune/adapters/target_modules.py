@@ -61,9 +61,16 @@ def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str =
     if slow is None:
         return []
     option, text, _ = patterns[slow]
-    what, fix = "this regular expression takes too long", "write a list of names, or fewer repetitions"
     found, place = f"{option}: {text}" if key else text, key or f"adapter.{option}"
-    return [Problem(what, place, found=found[:200], fix=fix, code="adapter-option")]
+    return [
+        Problem(
+            "this regular expression takes too long",
+            place,
+            found=found[:200],
+            fix="write a list of names, or fewer repetitions",
+            code="adapter-option",
+        )
+    ]
 
 
 def with_targets(options: Mapping[str, Any], peft: str, names: Names) -> dict[str, Any]:

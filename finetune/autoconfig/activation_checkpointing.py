@@ -31,10 +31,16 @@ def choose_activation_checkpointing(requested: str, plan: Memory, hardware: Hard
     """
     layers = plan.layers
     if requested.startswith("mlp") and not plan.mlps:
-        what = f"{requested} recomputes only fused MLPs, and the MLPs of this model are not fused"
-        value = f"{requested}, with {plan.unfused}" if plan.unfused else requested
-        key, fix = "speed.activation_checkpointing", "set `speed.activation_checkpointing: auto`, or full"
-        raise UserError(Problem(what, key, found=value, fix=fix, code="speed-option"), code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                f"{requested} recomputes only fused MLPs, and the MLPs of this model are not fused",
+                "speed.activation_checkpointing",
+                found=f"{requested}, with {plan.unfused}" if plan.unfused else requested,
+                fix="set `speed.activation_checkpointing: auto`, or full",
+                code="speed-option",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     if plan.offloaded and requested == "auto":
         leaves = (plan.kept - plan.norms - plan.mlps) * plan.offloaded * plan.pinned
         if plan.mlps and leaves <= plan.host and max(peak_activations_gib(plan, "mlp")) <= plan.room:
@@ -106,8 +112,14 @@ def choose(
     if why:
         return choice, Choice("none", f"auto: {why}"), plan
     half = Choice("mlp_int8", f"{choice.reason}; not more, because {count} layers offload other activations")
-    text = f"auto: {count * per_layer:.0f} GiB in CPU memory, so that no MLP is recomputed"
-    return half, Choice(f"activations:{count}", text), plan._replace(offloaded=count / layers)
+    return (
+        half,
+        Choice(
+            f"activations:{count}",
+            f"auto: {count * per_layer:.0f} GiB in CPU memory, so that no MLP is recomputed",
+        ),
+        plan._replace(offloaded=count / layers),
+    )
 
 
 def stronger_level(level: str, *, fused_mlps: bool, offloads: bool) -> str | None:

@@ -133,10 +133,17 @@ def choose(
     if requested != "auto":
         reason = unsupported_reason(requested, hardware, dtype, attends, rows, installed=hardware.here)
         if reason:
-            fix = f"set `model.attention: {'eager' if requested in attends.lacks else 'auto'}`"
-            what, code = f"{requested} does not run this model on this machine", "attention-kernel"
-            problem = Problem(what, "model.attention", found=requested, why=reason, fix=fix, code=code)
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+            raise UserError(
+                Problem(
+                    f"{requested} does not run this model on this machine",
+                    "model.attention",
+                    found=requested,
+                    why=reason,
+                    fix=f"set `model.attention: {'eager' if requested in attends.lacks else 'auto'}`",
+                    code="attention-kernel",
+                ),
+                code=Exit.ENVIRONMENT,
+            )
         return requested, "asked for"
     passed_over: list[str] = []
     for name in candidates(hardware, rows):

@@ -91,8 +91,15 @@ def choose_base(
 def _as_stored(stored: Stored, requested: str) -> Choice:
     """Choose the storage of a checkpoint that bitsandbytes has quantized."""
     if requested in QUANTIZED and requested != stored.storage:
-        what, fix = f"the checkpoint is stored in {stored}, not {requested}", "set `model.quantization: auto`"
-        raise UserError(Problem(what, "model.quantization", found=requested, fix=fix, code="quantization"))
+        raise UserError(
+            Problem(
+                f"the checkpoint is stored in {stored}, not {requested}",
+                "model.quantization",
+                found=requested,
+                fix="set `model.quantization: auto`",
+                code="quantization",
+            )
+        )
     if problem := missing_package(stored.storage):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return Choice(stored.storage, f"as the checkpoint is stored ({stored_weights.DECLARED})")
@@ -103,9 +110,17 @@ def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:
         return Choice("fp8", "asked for")
     if reopened:
         return Choice("fp8", f"as in training, with matrix multiplications in float32, because {missing}")
-    fix, what = "set `model.quantization: auto`, or `adapter.type: qlora` to save memory", NO_FP8
-    problem = Problem(what, "model.quantization", found="fp8", why=missing, fix=fix, code="hardware")
-    raise UserError(problem, code=Exit.ENVIRONMENT)
+    raise UserError(
+        Problem(
+            NO_FP8,
+            "model.quantization",
+            found="fp8",
+            why=missing,
+            fix="set `model.quantization: auto`, or `adapter.type: qlora` to save memory",
+            code="hardware",
+        ),
+        code=Exit.ENVIRONMENT,
+    )
 
 
 def missing_package(storage: str) -> Problem | None:
@@ -115,5 +130,9 @@ def missing_package(storage: str) -> Problem | None:
     package, extra = ("torchao", "quantize") if storage.startswith("torchao") else ("bitsandbytes", "bnb")
     if installed(package):
         return None
-    what = f"a base model in {storage} needs the package {package}, which is not installed"
-    return Problem(what, "model.quantization", fix=install_extra(extra), code="package-missing")
+    return Problem(
+        f"a base model in {storage} needs the package {package}, which is not installed",
+        "model.quantization",
+        fix=install_extra(extra),
+        code="package-missing",
+    )

@@ -44,15 +44,17 @@ def split_batch(train: Train, processes: int) -> Batch:
         by = "process" if processes == 1 else "processes"
         key, what = "train.effective_batch_size", f"{effective} is no multiple of {processes} {by}"
         what += f" x micro-batch size {stated}" if stated else ""
-        expected = f"{f'{low} or ' if low else ''}{high} sequences"
-        why = "each process needs the same number of sequences per step"
-        texts = {
-            "found": f"{effective} sequences",
-            "expected": expected,
-            "why": why,
-            "fix": f"{key}: {low or high}",
-        }
-        raise UserError(Problem(what, key, **texts, code="batch-size"))
+        raise UserError(
+            Problem(
+                what,
+                key,
+                found=f"{effective} sequences",
+                expected=f"{f'{low} or ' if low else ''}{high} sequences",
+                why="each process needs the same number of sequences per step",
+                fix=f"{key}: {low or high}",
+                code="batch-size",
+            )
+        )
     share = effective // processes
     per_device = stated or max(size for size in range(1, 9) if share % size == 0)
     return Batch(effective, per_device, share // per_device)
@@ -117,13 +119,26 @@ def steps_of_stream(train: Train) -> int:
         UserError: the recipe has no `max_steps`, or saves at the end of epochs (exit 2).
     """
     if train.save_strategy == "epoch":
-        what, fix = "the end of an epoch of streamed data is not known", "train.save_strategy: steps"
-        texts = {"found": "epoch", "expected": "steps, auto or no", "fix": fix, "code": "recipe-conflict"}
-        raise UserError(Problem(what, "train.save_strategy", **texts))
+        raise UserError(
+            Problem(
+                "the end of an epoch of streamed data is not known",
+                "train.save_strategy",
+                found="epoch",
+                expected="steps, auto or no",
+                fix="train.save_strategy: steps",
+                code="recipe-conflict",
+            )
+        )
     if train.max_steps is None:
-        what, fix = "a run on streamed data needs a number of steps", "train.max_steps: 1000"
-        why = "the number of examples is not known before the stream ends"
-        raise UserError(Problem(what, "train.max_steps", why=why, fix=fix, code="missing-key"))
+        raise UserError(
+            Problem(
+                "a run on streamed data needs a number of steps",
+                "train.max_steps",
+                why="the number of examples is not known before the stream ends",
+                fix="train.max_steps: 1000",
+                code="missing-key",
+            )
+        )
     return train.max_steps
 
 
@@ -156,18 +171,28 @@ def check_warm_up(train: Train, steps: int | None) -> None:
     """
     warm_up = _warm_up(train)
     if steps == 1 and warm_up:
-        what, fix = "the only step is a warm-up step with learning rate 0", "train.warmup_steps: 0"
-        found = f"{warm_up:g} warm-up steps in a run of one step"
-        raise UserError(Problem(what, "train.warmup_steps", found=found, fix=fix, code="recipe-conflict"))
+        raise UserError(
+            Problem(
+                "the only step is a warm-up step with learning rate 0",
+                "train.warmup_steps",
+                found=f"{warm_up:g} warm-up steps in a run of one step",
+                fix="train.warmup_steps: 0",
+                code="recipe-conflict",
+            )
+        )
 
 
 def too_few(rows: int, effective: int) -> Problem:
     """Return the problem of data that does not fill one step."""
     fits = next((size for size in range(rows, 0, -1) if effective % size == 0), 1)
-    what = f"one step needs {effective} sequences, and the training data has {rows}"
-    fix = f"train.effective_batch_size: {fits}" if rows else "add examples, or lower data.validation_fraction"
     return Problem(
-        what, "train.effective_batch_size", found=f"{effective} sequences", fix=fix, code="batch-size"
+        f"one step needs {effective} sequences, and the training data has {rows}",
+        "train.effective_batch_size",
+        found=f"{effective} sequences",
+        fix=f"train.effective_batch_size: {fits}"
+        if rows
+        else "add examples, or lower data.validation_fraction",
+        code="batch-size",
     )
 
 

@@ -66,9 +66,15 @@ def choose_fused(
     """
     if not adapted:
         if requested is True:
-            what, fix = "speed.fused needs an adapter, and full fine-tuning has none", "speed.fused: auto"
-            texts = {"found": "true, with adapter.type: full", "fix": fix, "code": "recipe-conflict"}
-            raise UserError(Problem(what, "speed.fused", **texts))
+            raise UserError(
+                Problem(
+                    "speed.fused needs an adapter, and full fine-tuning has none",
+                    "speed.fused",
+                    found="true, with adapter.type: full",
+                    fix="speed.fused: auto",
+                    code="recipe-conflict",
+                )
+            )
         return Choice("off", "full fine-tuning has no adapter to fuse")
     if requested != "auto":
         return Choice("on" if requested else "off", "asked for")
@@ -115,9 +121,16 @@ def choose_compile(requested: str | bool, work: Work, hardware: Hardware) -> Cho
 def check_compile(requested: str | bool, hardware: Hardware) -> None:
     """Stop if the recipe requests CUDA graphs on a machine without a GPU (exit 3)."""
     if requested in GRAPHS and hardware.device == "cpu":
-        what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
-        problem = Problem(what, "speed.compile", found=as_yaml(requested), fix=fix, code="hardware")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "CUDA graphs need a GPU",
+                "speed.compile",
+                found=as_yaml(requested),
+                fix="speed.compile: auto",
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def check_graph_breaks(compile: str | bool, broken: str) -> Problem | None:
@@ -130,8 +143,9 @@ def check_graph_breaks(compile: str | bool, broken: str) -> Problem | None:
     """
     if not broken or compile in ("auto", False):
         return None
-    texts = {"found": str(compile).lower(), "fix": "speed.compile: auto", "code": "speed-option"}
-    return Problem(broken, "speed.compile", **texts)
+    return Problem(
+        broken, "speed.compile", found=str(compile).lower(), fix="speed.compile: auto", code="speed-option"
+    )
 
 
 def check_cuda_graphs(
@@ -145,17 +159,31 @@ def check_cuda_graphs(
     """
     code = "recipe-conflict"
     if compile in GRAPHS and sharded:
-        what, fix = f"CUDA graphs do not work with {sharded}", "speed.compile: true"
-        why = f"a CUDA graph reads weights at fixed addresses, and {sharded} moves them"
-        return Problem(what, "speed.compile", found=as_yaml(compile), why=why, fix=fix, code=code)
+        return Problem(
+            f"CUDA graphs do not work with {sharded}",
+            "speed.compile",
+            found=as_yaml(compile),
+            why=f"a CUDA graph reads weights at fixed addresses, and {sharded} moves them",
+            fix="speed.compile: true",
+            code=code,
+        )
     if compile in GRAPHS and memory_estimate.offloaded_share(offload, 1):
-        what = f"speed.compile: {compile} does not work with offloaded activations"
-        why = "a CUDA graph reads activations at fixed addresses on the GPU"
-        fix = "set `speed.offload: none`, or `speed.compile: true`"
-        return Problem(what, "speed.offload", found=offload, why=why, fix=fix, code=code)
+        return Problem(
+            f"speed.compile: {compile} does not work with offloaded activations",
+            "speed.offload",
+            found=offload,
+            why="a CUDA graph reads activations at fixed addresses on the GPU",
+            fix="set `speed.offload: none`, or `speed.compile: true`",
+            code=code,
+        )
     if compile not in GRAPHS or not checkpointing.startswith("full"):
         return None
-    what = f"speed.compile: {compile} does not work with layers that the backward pass recomputes"
     key, why = "speed.activation_checkpointing", "layers run as CUDA graphs, which can't be recomputed whole"
-    fix = f"set `{key}: mlp`, or `speed.compile: true`"
-    return Problem(what, key, found=checkpointing, why=why, fix=fix, code=code)
+    return Problem(
+        f"speed.compile: {compile} does not work with layers that the backward pass recomputes",
+        key,
+        found=checkpointing,
+        why=why,
+        fix=f"set `{key}: mlp`, or `speed.compile: true`",
+        code=code,
+    )

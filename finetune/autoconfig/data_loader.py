@@ -39,9 +39,15 @@ def loader(
     workers = own if requested is None else requested
     for name in OF_WORKERS:  # torch raises this error only after the model is loaded
         if train_keys.get(name) and not workers:
-            what, fix = f"{name} needs data loader workers", "train.dataloader_num_workers: 2"
-            texts = {"found": f"{str(train_keys[name]).lower()}, with 0 workers", "fix": fix}
-            raise UserError(Problem(what, f"train.{name}", **texts, code="recipe-conflict"))
+            raise UserError(
+                Problem(
+                    f"{name} needs data loader workers",
+                    f"train.{name}",
+                    found=f"{str(train_keys[name]).lower()}, with 0 workers",
+                    fix="train.dataloader_num_workers: 2",
+                    code="recipe-conflict",
+                )
+            )
     if hardware.device == "cpu":
         return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
     # Without workers, transformers refuses the prefetch factor and torch refuses persistent workers.

@@ -113,8 +113,16 @@ def decide_fused(spec: ModelSpec, requested: str | bool, hardware: Hardware, sha
     if sharded and spec.adapted:
         reason = f"{sharded} shards the weights, and fused layers need whole weights"
         if requested is True:
-            texts = {"found": f"true, with {sharded}", "fix": "speed.fused: auto", "code": "speed-option"}
-            raise UserError(Problem(reason, "speed.fused", **texts), code=Exit.ENVIRONMENT)
+            raise UserError(
+                Problem(
+                    reason,
+                    "speed.fused",
+                    found=f"true, with {sharded}",
+                    fix="speed.fused: auto",
+                    code="speed-option",
+                ),
+                code=Exit.ENVIRONMENT,
+            )
         return Choice("off", reason if requested == "auto" else "asked for")
     chosen = compilation.choose_fused(
         requested, hardware, adapted=spec.adapted, dtype=spec.dtype, rounding=spec.rounding
@@ -128,9 +136,17 @@ def decide_fused(spec: ModelSpec, requested: str | bool, hardware: Hardware, sha
 
 def none_fused(reason: str) -> UserError:
     """Return the error of `speed.fused: true` on an adapter that can't be fused."""
-    what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
-    problem = Problem(what, "speed.fused", found="true", why=reason, fix=fix, code="speed-option")
-    return UserError(problem, code=Exit.ENVIRONMENT)
+    return UserError(
+        Problem(
+            "none of the adapter's layers can be fused",
+            "speed.fused",
+            found="true",
+            why=reason,
+            fix="speed.fused: auto",
+            code="speed-option",
+        ),
+        code=Exit.ENVIRONMENT,
+    )
 
 
 def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused: Choice) -> Decisions:
@@ -163,8 +179,12 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     )
     _refuse(compilation.check_cuda_graphs(speed.compile, checkpointing.value, offload.value, work.sharded))
     if once:
-        why = f"auto: TransformerEngine's fp8 applies only in the forward pass, and {launch_environment.ONCE}"
-        checkpointing = checkpointing._replace(reason=why)
+        checkpointing = checkpointing._replace(
+            reason=(
+                "auto: TransformerEngine's fp8 applies only in the forward pass, and "
+                f"{launch_environment.ONCE}"
+            )
+        )
     return Decisions(fused, compile, checkpointing, _with_gain(offload, spec), graphs, plan, keeps)
 
 

@@ -87,10 +87,16 @@ def read(hardware: Hardware | None = None) -> Launch:
         precision, reason = fp8.precision, fp8.reason
         missing = mixed_precision.fp8_missing(hardware, "bf16")
         if missing:  # Accelerate would fall back to fp16 with a warning
-            what, found = "an fp8 launch needs a GPU with fp8 GEMMs", "mixed_precision: fp8"
-            fix = "set `mixed_precision: bf16` in the accelerate config"
-            problem = Problem(what, found=found, why=missing, fix=fix, code="hardware")
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+            raise UserError(
+                Problem(
+                    "an fp8 launch needs a GPU with fp8 GEMMs",
+                    found="mixed_precision: fp8",
+                    why=missing,
+                    fix="set `mixed_precision: bf16` in the accelerate config",
+                    code="hardware",
+                ),
+                code=Exit.ENVIRONMENT,
+            )
     mixed_precision.check_precision(precision, hardware)
     by = "launch" if requested else "hardware"
     split = launch_environment.sharded(), fp8.kind, launch_environment.splitter()

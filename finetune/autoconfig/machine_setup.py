@@ -108,11 +108,20 @@ def choose(
         and hardware.device == "cpu"
         and "use_dora" in adapter_types.find(adapter_type).sets
     ):
-        what = "DoRA does not work with an int8 base model on the CPU"
-        why = "DoRA needs dequantized weights, and bitsandbytes can't dequantize int8 weights on the CPU"
-        fix = "adapter.type: lora" if stored else "model.quantization: nf4"
-        problem = Problem(what, "model.quantization", found="int8", why=why, fix=fix, code="hardware")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "DoRA does not work with an int8 base model on the CPU",
+                "model.quantization",
+                found="int8",
+                why=(
+                    "DoRA needs dequantized weights, and bitsandbytes can't dequantize int8 "
+                    "weights on the CPU"
+                ),
+                fix="adapter.type: lora" if stored else "model.quantization: nf4",
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     dtype = mixed_precision.compute_dtype(started.precision, storage.value)
     chosen = Choice(*attention_choice.choose(attention, hardware, dtype, attends, rows))
     return Setup(hardware, started, chosen, storage)

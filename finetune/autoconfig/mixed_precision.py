@@ -34,15 +34,27 @@ def compute_dtype(precision: str, storage: str) -> str:
 def check_precision(precision: str, machine: Hardware) -> None:
     """Refuse a precision in which the machine can't train (exit 3)."""
     if precision == "bf16" and machine.device == "cuda" and machine.capability < (8, 0):
-        found = f"{machine.name}, compute capability {machine.capability[0]}.{machine.capability[1]}"
-        what, fix = "this GPU does not support bf16", "set `mixed_precision: fp16` in the accelerate config"
-        texts = {"found": found, "expected": "compute capability 8.0 or more", "fix": fix, "code": "hardware"}
-        raise UserError(Problem(what, **texts), code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "this GPU does not support bf16",
+                found=f"{machine.name}, compute capability {machine.capability[0]}.{machine.capability[1]}",
+                expected="compute capability 8.0 or more",
+                fix="set `mixed_precision: fp16` in the accelerate config",
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     if precision == "fp16" and machine.device == "cpu":
-        what, why = "the CPU can't train in fp16", "Accelerate has no fp16 autocast or loss scaler for CPUs"
-        fix = 'set `mixed_precision: "no"` or bf16 in the accelerate config'
-        problem = Problem(what, found="mixed_precision: fp16", why=why, fix=fix, code="hardware")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "the CPU can't train in fp16",
+                found="mixed_precision: fp16",
+                why="Accelerate has no fp16 autocast or loss scaler for CPUs",
+                fix='set `mixed_precision: "no"` or bf16 in the accelerate config',
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def default_precision(hardware: Hardware) -> Choice:
@@ -70,6 +82,13 @@ def check_tf32(requested: bool | None, hardware: Hardware) -> None:
         UserError: exit 3.
     """
     if requested and hardware.capability < (8, 0):
-        what = "TF32 needs a GPU of compute capability 8.0 or more"
-        problem = Problem(what, "train.tf32", found=hardware.name, fix="remove `train.tf32`", code="hardware")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "TF32 needs a GPU of compute capability 8.0 or more",
+                "train.tf32",
+                found=hardware.name,
+                fix="remove `train.tf32`",
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )

@@ -101,12 +101,26 @@ def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
     if train.learning_rate == 0:
         expected = "a value such as {:g} to {:g}".format(*usual) if usual else "a value larger than 0"
         key, what = "train.learning_rate", "a learning rate of 0 trains nothing"
-        fix = f"{key}: {(usual[0] * usual[1]) ** 0.5 if usual else 2e-4:.0e}"
-        problems_found.append(Problem(what, key, found="0", expected=expected, fix=fix, code="value-range"))
+        problems_found.append(
+            Problem(
+                what,
+                key,
+                found="0",
+                expected=expected,
+                fix=f"{key}: {(usual[0] * usual[1]) ** 0.5 if usual else 2e-4:.0e}",
+                code="value-range",
+            )
+        )
     if train_rules.PROJECTS.fullmatch(optim) and not train.passed_on().get("optim_target_modules"):
-        what = f"{optim} needs train.optim_target_modules, the modules whose gradients it projects"
-        fix = "train.optim_target_modules: all-linear"
-        problems_found.append(Problem(what, "train.optim", found=optim, fix=fix, code="missing-key"))
+        problems_found.append(
+            Problem(
+                f"{optim} needs train.optim_target_modules, the modules whose gradients it projects",
+                "train.optim",
+                found=optim,
+                fix="train.optim_target_modules: all-linear",
+                code="missing-key",
+            )
+        )
     return problems_found
 
 
@@ -120,27 +134,59 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
     problems = missing_packages(optim, speed)
     cpu, offload = setup.hardware.device == "cpu", speed.offload
     if offload not in ("auto", "none") and cpu:
-        what, fix = "offloading needs a GPU, and this machine has none", "speed.offload: none"
-        problems.append(Problem(what, "speed.offload", found=offload, fix=fix, code="hardware"))
+        problems.append(
+            Problem(
+                "offloading needs a GPU, and this machine has none",
+                "speed.offload",
+                found=offload,
+                fix="speed.offload: none",
+                code="hardware",
+            )
+        )
     elif offload in ("optimizer", "all"):
         fix = f"speed.offload: {'activations' if offload == 'all' else 'none'}"
         if launch.processes > 1:
-            what = "torchao's offloaded optimizer works only in one process"
-            found = f"{offload}, in a launch of {launch.processes} processes"
-            problems.append(Problem(what, "speed.offload", found=found, fix=fix, code="speed-option"))
+            problems.append(
+                Problem(
+                    "torchao's offloaded optimizer works only in one process",
+                    "speed.offload",
+                    found=f"{offload}, in a launch of {launch.processes} processes",
+                    fix=fix,
+                    code="speed-option",
+                )
+            )
         if launch.precision == "fp16":
-            what = "the loss scaler of fp16 does not see gradients in CPU memory"
-            problems.append(Problem(what, "speed.offload", found=offload, fix=fix, code="speed-option"))
+            problems.append(
+                Problem(
+                    "the loss scaler of fp16 does not see gradients in CPU memory",
+                    "speed.offload",
+                    found=offload,
+                    fix=fix,
+                    code="speed-option",
+                )
+            )
     split = launch.splitter == "FSDP" and not _OF_TORCHAO.fullmatch(optim)
     if split and _OF_BITSANDBYTES.search(optim):  # under ZeRO it gets plain tensors
-        what, why = f"{optim} does not work with FSDP", "bitsandbytes' kernels need whole tensors"
         low = "adamw_torch_8bit" if LOW_BITS.search(optim) else train_rules.DEFAULT
-        fix = f"set `train.optim: {low}`, or use accelerate_configs/ddp_8.yaml"
-        problem = Problem(what, "train.optim", found=optim, why=why, fix=fix, code="launch-config")
+        problem = Problem(
+            f"{optim} does not work with FSDP",
+            "train.optim",
+            found=optim,
+            why="bitsandbytes' kernels need whole tensors",
+            fix=f"set `train.optim: {low}`, or use accelerate_configs/ddp_8.yaml",
+            code="launch-config",
+        )
         problems.append(problem)
     if "paged" in optim and cpu:
-        what, fix = "a paged optimizer needs a GPU", f"train.optim: {optim.replace('paged_', '')}"
-        problems.append(Problem(what, "train.optim", found=optim, fix=fix, code="hardware"))
+        problems.append(
+            Problem(
+                "a paged optimizer needs a GPU",
+                "train.optim",
+                found=optim,
+                fix=f"train.optim: {optim.replace('paged_', '')}",
+                code="hardware",
+            )
+        )
     if problems:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
 

@@ -40,22 +40,34 @@ def check(config: ModelConfig, data: Data, train: Train, attention: str, process
     if not (data.packing or data.padding_free):
         return
     if reason := unsupported_reason(config, attention):
-        what, key = "this model can't separate the examples of a packed sequence", _keys(data)[0]
-        fix = switch_off(data) + _or_kernels(config)
-        problem = Problem(what, key, found="true", why=reason, fix=fix, code="model-unsupported")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "this model can't separate the examples of a packed sequence",
+                _keys(data)[0],
+                found="true",
+                why=reason,
+                fix=switch_off(data) + _or_kernels(config),
+                code="model-unsupported",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     searched = train.per_device_train_batch_size == "auto"
     rows = train.effective_batch_size if searched else batch_size.split_batch(train, processes).per_device
     if longest and rows * data.max_length > longest and upstream_options.fixed_mask(text.model_type):
-        what = f"the attention mask of {text.model_type} has only {longest} positions for one forward pass"
-        found = f"{rows} sequences of {data.max_length} tokens"
         one = ["train.per_device_train_batch_size: 1"] if data.max_length <= longest else []
         fix = " or ".join([*one, switch_off(data)])
-        expected = f"{longest} tokens or fewer per forward pass"
-        texts = {"found": found, "expected": expected, "fix": fix, "code": "batch-size"}
-        raise UserError(Problem(what, _keys(data)[0], **texts))
+        raise UserError(
+            Problem(
+                f"the attention mask of {text.model_type} has only {longest} positions for one forward pass",
+                _keys(data)[0],
+                found=f"{rows} sequences of {data.max_length} tokens",
+                expected=f"{longest} tokens or fewer per forward pass",
+                fix=fix,
+                code="batch-size",
+            )
+        )
 
 
 def switch_off(data: Data) -> str:

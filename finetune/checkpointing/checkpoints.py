@@ -99,10 +99,13 @@ class Writer:
     def add_run_check(self, checks: RunChecks) -> None:
         """Add a run check with the number of written checkpoints and the time that training paused."""
         if self.written:
-            actual = f"{self.written} written; training paused for at most {max(self.waited):.2f} s"
-            how = "time of each pause; a thread writes the files while training continues"
-            expected = f"{len(self.waited)} written"
-            checks.add("checkpoints", expected, actual, how, ok=self.written == len(self.waited))
+            checks.add(
+                "checkpoints",
+                expected=f"{len(self.waited)} written",
+                actual=f"{self.written} written; training paused for at most {max(self.waited):.2f} s",
+                how="time of each pause; a thread writes the files while training continues",
+                ok=self.written == len(self.waited),
+            )
 
     def close(self) -> None:
         """Finish the last write when the run ends for any reason. Print its error instead of raising it."""
@@ -139,10 +142,16 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
     try:
         rotate(checkpoints, keep)
     except OSError as error:
-        what = f"the checkpoint of step {step} is saved, but finetune can't delete older checkpoints"
-        fix = "delete the older checkpoints, then continue with --resume"
-        problem = Problem(what, where=str(checkpoints), found=str(error), fix=fix, code="disk")
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                f"the checkpoint of step {step} is saved, but finetune can't delete older checkpoints",
+                where=str(checkpoints),
+                found=str(error),
+                fix="delete the older checkpoints, then continue with --resume",
+                code="disk",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
     return published
 
 
@@ -176,9 +185,14 @@ def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content)
     number = int(error_number[1]) if isinstance(error_number, re.Match) else error_number
     full = number in FULL or (free is not None and free < needed)
     found = f"{error}; {free or 0:,} bytes free, {needed:,} bytes needed" if full else str(error)
-    fix = f"{'free some space on the disk' if full else 'remove the cause'}, then continue with --resume"
     what, found = f"finetune can't write the checkpoint of step {step}", found or type(error).__name__
-    return Problem(what, where=str(checkpoints), found=found, fix=fix, code="disk")
+    return Problem(
+        what,
+        where=str(checkpoints),
+        found=found,
+        fix=f"{'free some space on the disk' if full else 'remove the cause'}, then continue with --resume",
+        code="disk",
+    )
 
 
 def rotate(checkpoints: Path, keep: int | None) -> None:
@@ -253,9 +267,16 @@ def newest(checkpoints: Path) -> VerifiedCheckpoint | None:
         skipped += [f"{one.name} {rest}" for one in aside(checkpoints)]
         return VerifiedCheckpoint(path, step_of(path), read_contract(path), skipped)
     if skipped:
-        what, fix = "all checkpoints are damaged", "choose a new train.output_dir to start again"
-        texts = {"found": "; ".join(skipped), "fix": fix, "code": "checkpoint"}
-        raise UserError(Problem(what, where=str(checkpoints), **texts), code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                "all checkpoints are damaged",
+                where=str(checkpoints),
+                found="; ".join(skipped),
+                fix="choose a new train.output_dir to start again",
+                code="checkpoint",
+            ),
+            code=Exit.ARTIFACT,
+        )
     return None
 
 
@@ -267,15 +288,29 @@ def named(checkpoints: Path, name: str) -> VerifiedCheckpoint:
     """
     path, offered = checkpoints / name, ", ".join(one.name for one in published(checkpoints))
     if not _NAME.fullmatch(name) or not path.is_dir():
-        what, found = "the checkpoint does not exist", "" if offered else "the run has no checkpoint"
-        fix = "--resume=auto"
-        raise UserError(Problem(what, "", str(path), found, offered, fix, code="checkpoint"))
+        raise UserError(
+            Problem(
+                "the checkpoint does not exist",
+                where=str(path),
+                found="" if offered else "the run has no checkpoint",
+                expected=offered,
+                fix="--resume=auto",
+                code="checkpoint",
+            )
+        )
     try:
         verify(path)
     except Damaged as damage:
-        what, fix = "the checkpoint is damaged", "use --resume to continue from the newest valid checkpoint"
-        problem = Problem(what, where=str(path), found=str(damage), fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTIFACT) from None
+        raise UserError(
+            Problem(
+                "the checkpoint is damaged",
+                where=str(path),
+                found=str(damage),
+                fix="use --resume to continue from the newest valid checkpoint",
+                code="checkpoint",
+            ),
+            code=Exit.ARTIFACT,
+        ) from None
     return VerifiedCheckpoint(path, step_of(path), read_contract(path), [])
 
 
@@ -292,10 +327,17 @@ def verify(path: Path) -> None:
     except ValueError as error:
         raise Damaged(f"{MANIFEST} is not a manifest ({error})") from None
     if manifest["format"] != FORMAT:
-        what, fix = "a newer version of finetune wrote the checkpoint", "install that version"
-        found, expected = f"format {manifest['format']}", f"format {FORMAT}"
-        problem = Problem(what, "", str(path), found, expected, fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                "a newer version of finetune wrote the checkpoint",
+                where=str(path),
+                found=f"format {manifest['format']}",
+                expected=f"format {FORMAT}",
+                fix="install that version",
+                code="checkpoint",
+            ),
+            code=Exit.ARTIFACT,
+        )
     if manifest["step"] != step_of(path):
         raise Damaged(f"{MANIFEST} belongs to step {manifest['step']}")
     for name, said in manifest["files"].items():
@@ -340,10 +382,16 @@ def read_contract(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         last = next(iter(published(path)), None) if path.is_dir() else None
         copy = shlex.join(["cp", str(last / CONTRACT), str(path / CONTRACT)]) if last else ""
-        said = " ".join(str(error).split())[:200]
-        what, fix = f"{CONTRACT} is damaged", copy or "choose a new train.output_dir"
-        problem = Problem(what, where=str(path / CONTRACT), found=said, fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTIFACT) from None
+        raise UserError(
+            Problem(
+                f"{CONTRACT} is damaged",
+                where=str(path / CONTRACT),
+                found=" ".join(str(error).split())[:200],
+                fix=copy or "choose a new train.output_dir",
+                code="checkpoint",
+            ),
+            code=Exit.ARTIFACT,
+        ) from None
     return renames.current_contract({"recipe": {}, "facts": {}, "chosen": {}, **content})
 
 
@@ -388,11 +436,18 @@ def check_space(checkpoints: Path, trained: int, checkpoint_bytes: int, keep: in
     here = sum(size_of(path) for path in (*published(checkpoints), *aside(checkpoints)))
     free, needed = shutil.disk_usage(where).free + here, checkpoint_bytes * ((keep or 1) + 1) + trained
     if needed > free:
-        what = f"the disk has no room for {(keep or 1) + 1} checkpoints and the final weights"
-        fix = "train.save_strategy=no, a smaller train.save_total_limit, or another train.output_dir"
-        found, expected = f"{free:,} bytes free", f"{needed:,} bytes"
-        problem = Problem(what, "train.output_dir", str(where.resolve()), found, expected, fix, code="disk")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                f"the disk has no room for {(keep or 1) + 1} checkpoints and the final weights",
+                "train.output_dir",
+                where=str(where.resolve()),
+                found=f"{free:,} bytes free",
+                expected=f"{needed:,} bytes",
+                fix="train.save_strategy=no, a smaller train.save_total_limit, or another train.output_dir",
+                code="disk",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def flush(path: Path) -> None:

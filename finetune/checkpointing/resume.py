@@ -63,8 +63,16 @@ def check_folder(output_dir: str | None, requested: str | None, recipe: dict[str
         return False
     if output_dir is None:
         what, fix = "--resume needs the folder of the run", "train.output_dir=RUN"
-        why = "a run without this key gets a new folder, which has no checkpoints"
-        raise UserError(Problem(what, "train.output_dir", found="null", fix=fix, why=why, code="missing-key"))
+        raise UserError(
+            Problem(
+                what,
+                "train.output_dir",
+                found="null",
+                fix=fix,
+                why="a run without this key gets a new folder, which has no checkpoints",
+                code="missing-key",
+            )
+        )
     folder = RunFolder(Path(output_dir))
     run_folder.refuse_links(folder.path)
     if folder.finished:
@@ -86,10 +94,17 @@ def check_folder(output_dir: str | None, requested: str | None, recipe: dict[str
     if checkpoints.published(folder.checkpoints):
         return False
     if _saved(folder):
-        what = "the run is trained and saved, but not evaluated"
         evaluate = command_lines.command("evaluate", str(folder.path))
         fix = f"{evaluate}, or choose a new train.output_dir to train again"
-        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix, code="run-folder"))
+        raise UserError(
+            Problem(
+                "the run is trained and saved, but not evaluated",
+                "train.output_dir",
+                found=output_dir,
+                fix=fix,
+                code="run-folder",
+            )
+        )
     if requested != "auto":
         what, fix = (
             "the run has no checkpoint to resume from",

@@ -166,12 +166,19 @@ def compare(
 
 def _unknown_split(then: dict[str, Any], path: Path) -> UserError:
     """Return the error of a run that may have trained on examples of today's validation set."""
-    what = "finetune can't verify the validation set, because an older version started the run"
-    expected = "a hash of the token ids of both sets in the checkpoint"
-    fix = f"install that version ({_versions(then)}), {ANEW}"
-    texts = {"why": "training examples could be in the validation set", "code": "resume-mismatch"}
-    problem = Problem(what, "data.validation_fraction", str(path), "no hash", expected, fix, **texts)
-    return UserError(problem, code=Exit.ARTIFACT)
+    return UserError(
+        Problem(
+            "finetune can't verify the validation set, because an older version started the run",
+            "data.validation_fraction",
+            where=str(path),
+            found="no hash",
+            expected="a hash of the token ids of both sets in the checkpoint",
+            fix=f"install that version ({_versions(then)}), {ANEW}",
+            why="training examples could be in the validation set",
+            code="resume-mismatch",
+        ),
+        code=Exit.ARTIFACT,
+    )
 
 
 def _versions(facts: dict[str, Any]) -> str:
@@ -187,15 +194,24 @@ def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decompose
             number of CPU threads.
     """
     if saved["base"] != fingerprint:
-        what, found = "the base model differs from that of the checkpoint", f"hash {fingerprint}"
         then, why = saved["recipe"].get("model.revision"), ""
         fix = f"model.revision={then}" if then else "restore the files of the base model"
         if decomposed:
             why = "adapter.init_lora_weights changes the base model, and its result depends on the hardware"
             fix = f"use the earlier hardware and OMP_NUM_THREADS{f', or {fix}' if then else ''}"
-        expected, texts = f"hash {saved['base']}", {"why": why, "code": "resume-mismatch"}
-        problem = Problem(what, "model.name", str(path), found, expected, fix, **texts)
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                "the base model differs from that of the checkpoint",
+                "model.name",
+                where=str(path),
+                found=f"hash {fingerprint}",
+                expected=f"hash {saved['base']}",
+                fix=fix,
+                why=why,
+                code="resume-mismatch",
+            ),
+            code=Exit.ARTIFACT,
+        )
 
 
 def as_chosen(

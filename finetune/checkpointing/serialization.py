@@ -59,9 +59,15 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
 
 
 def _unknown(name: str, value: object) -> UserError:
-    what, found = "a checkpoint can't store a value of the optimizer state", f"{name}: {type(value).__name__}"
-    fix = "choose another train.optim, or set train.save_strategy=no"
-    return UserError(Problem(what, found=found, fix=fix, code="checkpoint"), code=Exit.ENVIRONMENT)
+    return UserError(
+        Problem(
+            "a checkpoint can't store a value of the optimizer state",
+            found=f"{name}: {type(value).__name__}",
+            fix="choose another train.optim, or set train.save_strategy=no",
+            code="checkpoint",
+        ),
+        code=Exit.ENVIRONMENT,
+    )
 
 
 def restore(value: object, tensors: dict[str, Tensor]) -> Any:
@@ -102,10 +108,16 @@ def refusals(path: Path) -> Iterator[None]:
     except torch.OutOfMemoryError:  # a RuntimeError
         raise
     except odd as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        what, fix = "finetune can't restore the checkpoint", "choose another checkpoint with --resume=step-N"
-        problem = Problem(what, where=str(path), found=said, fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTIFACT) from error
+        raise UserError(
+            Problem(
+                "finetune can't restore the checkpoint",
+                where=str(path),
+                found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+                fix="choose another checkpoint with --resume=step-N",
+                code="checkpoint",
+            ),
+            code=Exit.ARTIFACT,
+        ) from error
 
 
 LOW_BITS = {  # the only classes that `restore` creates

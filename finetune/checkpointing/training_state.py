@@ -114,12 +114,18 @@ def check_memory(checkpoint_bytes: int, free: int) -> None:
         UserError: rank 0 does not have enough memory (exit 3).
     """
     if checkpoint_bytes > free:
-        what, why = "rank 0 has too little memory for a checkpoint", "rank 0 gathers the full state dict"
-        fix = "train.save_strategy: no, or run fewer processes on this machine"
-        found, expected = f"{formatting.size(free)} free", f"{formatting.size(checkpoint_bytes)} free"
-        texts = {"why": why, "code": "out-of-memory"}
-        problem = Problem(what, "train.save_strategy", "", found, expected, fix, **texts)
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "rank 0 has too little memory for a checkpoint",
+                "train.save_strategy",
+                found=f"{formatting.size(free)} free",
+                expected=f"{formatting.size(checkpoint_bytes)} free",
+                fix="train.save_strategy: no, or run fewer processes on this machine",
+                why="rank 0 gathers the full state dict",
+                code="out-of-memory",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
@@ -136,13 +142,17 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
     parts = apart.stat().st_size if apart.exists() else 0
     bytes_per_rank = checkpoints.size_of(path) - parts + parts // state.num_processes
     if here * bytes_per_rank > free:
-        what, fix = "the machine has too little memory to read the checkpoint", "run fewer processes on it"
-        layout, expected = (
-            f"{formatting.size(free)} free",
-            f"{here} processes x {formatting.size(bytes_per_rank)}",
+        raise UserError(
+            Problem(
+                "the machine has too little memory to read the checkpoint",
+                where=str(path),
+                found=f"{formatting.size(free)} free",
+                expected=f"{here} processes x {formatting.size(bytes_per_rank)}",
+                fix="run fewer processes on it",
+                code="out-of-memory",
+            ),
+            code=Exit.ENVIRONMENT,
         )
-        problem = Problem(what, "", str(path), layout, expected, fix, code="out-of-memory")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
     layout, rank = structure(path), state.process_index
     with serialization.refusals(path):
         own = layout.pop("ranks")[rank]
@@ -166,9 +176,17 @@ def structure(path: Path) -> dict[str, Any]:
         names = layout.keys() | {name for name, _ in layout["ranks"][0]["dict"]}
     if missing := sorted(PARTS.keys() - names):
         what, layout = "the checkpoint has no state for some parts of the training", ", ".join(missing)
-        fix, why = "choose another checkpoint with --resume=step-N", "the result of a resume would differ"
-        problem = Problem(what, where=str(path), found=layout, fix=fix, why=why, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                what,
+                where=str(path),
+                found=layout,
+                fix="choose another checkpoint with --resume=step-N",
+                why="the result of a resume would differ",
+                code="checkpoint",
+            ),
+            code=Exit.ARTIFACT,
+        )
     return layout
 
 
@@ -230,8 +248,15 @@ def _set_weights(trainer: Trainer, saved: dict[str, torch.Tensor]) -> None:
     if wrong:
         what, found = "the weights of the checkpoint do not fit the model", ", ".join(wrong[:5])
         found += f" and {len(wrong) - 5:,} more tensors" if len(wrong) > 5 else ""
-        fix = "use the recipe and the base model of the checkpoint"
-        raise UserError(Problem(what, found=found, fix=fix, code="resume-mismatch"), code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                what,
+                found=found,
+                fix="use the recipe and the base model of the checkpoint",
+                code="resume-mismatch",
+            ),
+            code=Exit.ARTIFACT,
+        )
     for name, parameter in trained.items():
         if parameter.shape == saved[name].shape:  # a shard of ZeRO-3 comes from the optimizer instead
             parameter.copy_(sharded_tensors.part_of(saved[name], parameter))

@@ -127,8 +127,9 @@ def check_read(command: str, overrides: list[str]) -> None:
         )
     key = "data.chat_template"
     if command != "publish" and any(text.partition("=")[0] == key for text in overrides):
-        why = "the tokenizer of the run contains its chat template"
-        raise UserError(Problem(what, key, fix=fix, why=why, code=code))
+        raise UserError(
+            Problem(what, key, fix=fix, why="the tokenizer of the run contains its chat template", code=code)
+        )
 
 
 def train_again(options: argparse.Namespace) -> list[str]:

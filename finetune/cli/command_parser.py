@@ -37,8 +37,12 @@ class CommandParser(argparse.ArgumentParser):
         """Return argparse's message as a `Problem`. A message without a rule here stays as it is."""
         fix = self._help()
         if missing := _MISSING.fullmatch(message):
-            what = f"`{self.prog}` needs {' and '.join(missing[1].split(', '))}"
-            return Problem(what, expected=self._shortest_call(), fix=fix, code="command-line")
+            return Problem(
+                f"`{self.prog}` needs {' and '.join(missing[1].split(', '))}",
+                expected=self._shortest_call(),
+                fix=fix,
+                code="command-line",
+            )
         of_argument = _OF_ARGUMENT.fullmatch(message)
         if not of_argument:
             return Problem(message, fix=fix, code="command-line")
@@ -66,8 +70,9 @@ class CommandParser(argparse.ArgumentParser):
             )
         options = [text for action in upstream_private.actions_of(self) for text in action.option_strings]
         meant = renames.OPTIONS.get(name) or nearest(name, options)
-        what = f"`{self.prog}` has no option `{name}`"
-        return Problem(what, fix=meant or self._help(), code="command-line")
+        return Problem(
+            f"`{self.prog}` has no option `{name}`", fix=meant or self._help(), code="command-line"
+        )
 
     def _shortest_call(self) -> str:
         """Return the command with its required arguments."""

@@ -25,13 +25,23 @@ def second_run(options: argparse.Namespace) -> str:
     given["--output"] = options.output
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
-        what = f"{' and '.join(wrong)} can't be used to compare two runs"
-        fix = "finetune compare RECIPE --adapters lora,dora"
-        raise UserError(Problem(what, where=options.what, fix=fix, code=CODE))
+        raise UserError(
+            Problem(
+                f"{' and '.join(wrong)} can't be used to compare two runs",
+                where=options.what,
+                fix="finetune compare RECIPE --adapters lora,dora",
+                code=CODE,
+            )
+        )
     if len(options.overrides) != 1 or "=" in options.overrides[0]:
-        what = "to compare a run, name one other run"
-        found = " ".join(options.overrides) or "no other run"
-        raise UserError(Problem(what, found=found, fix="finetune compare RUN_A RUN_B", code=CODE))
+        raise UserError(
+            Problem(
+                "to compare a run, name one other run",
+                found=" ".join(options.overrides) or "no other run",
+                fix="finetune compare RUN_A RUN_B",
+                code=CODE,
+            )
+        )
     return options.overrides[0]
 
 
@@ -41,8 +51,13 @@ def compare_problems(options: argparse.Namespace) -> list[Problem]:
     if options.adapters is None and Path(options.what).exists():
         problems.append(Problem("the adapter types to compare are missing", fix=fix, code=CODE))
     if options.assert_equal:
-        fix = "finetune compare RUN_A RUN_B --assert-equal"
-        problems.append(Problem("--assert-equal needs two run folders", fix=fix, code=CODE))
+        problems.append(
+            Problem(
+                "--assert-equal needs two run folders",
+                fix="finetune compare RUN_A RUN_B --assert-equal",
+                code=CODE,
+            )
+        )
     return problems
 
 

@@ -46,9 +46,15 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
     with located(recipe):
         checker.check_without_examples(recipe, with_weights=False)
         if options.prepare is not None and recipe.data.streaming:
-            what, key = "--prepare can't prepare a stream, which is read during training", "data.streaming"
-            fix = "data.streaming: false"
-            raise UserError(Problem(what, key, found="true", fix=fix, code="command-line"))
+            raise UserError(
+                Problem(
+                    "--prepare can't prepare a stream, which is read during training",
+                    "data.streaming",
+                    found="true",
+                    fix="data.streaming: false",
+                    code="command-line",
+                )
+            )
         kept = [Path(recipe.data.cache_dir)] if options.prepare and recipe.data.cache_dir else []
         for folder in [*kept, *([page.parent] if page else [])]:
             with writing(folder):  # fail before the work, not after it

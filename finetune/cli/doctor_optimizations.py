@@ -48,8 +48,12 @@ def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice
     launch = "mixed_precision in the accelerate config"
     bf16 = Optimization("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
     if not gpu:
-        why = "fp32 is the default on a CPU; set mixed_precision: bf16 in the accelerate config"
-        bf16 = Optimization("bf16 autocast", launch, "off", why)
+        bf16 = Optimization(
+            "bf16 autocast",
+            launch,
+            "off",
+            "fp32 is the default on a CPU; set mixed_precision: bf16 in the accelerate config",
+        )
     tf32 = Optimization("TF32", "train.tf32", "not possible", "no GPU with TF32", "sm_80")
     if gpu and ampere:
         bf16 = bf16._replace(state="active", why="the default on GPUs that support bf16")

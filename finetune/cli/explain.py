@@ -25,7 +25,13 @@ def explain(options: argparse.Namespace) -> dict[str, Any]:
     code = options.code.strip("[]")
     if code not in CODES:
         near = nearest(code, CODES)
-        fix = command("explain", near) if near else command("explain")
-        raise UserError(Problem("no such error code", found=options.code, fix=fix, code="command-line"))
+        raise UserError(
+            Problem(
+                "no such error code",
+                found=options.code,
+                fix=command("explain", near) if near else command("explain"),
+                code="command-line",
+            )
+        )
     standard_streams.say(code, *textwrap.wrap(CODES[code], WIDTH, break_on_hyphens=False))
     return {"codes": {code: CODES[code]}}

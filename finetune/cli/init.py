@@ -35,13 +35,26 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
 
     path = Path(given.pop("output"))
     if path.exists():
-        fix, why = f"--output {free_name(path.with_suffix(''))}.yaml", "finetune overwrites no files"
-        raise UserError(Problem("the recipe exists", where=str(path), fix=fix, why=why, code="path"))
+        raise UserError(
+            Problem(
+                "the recipe exists",
+                where=str(path),
+                fix=f"--output {free_name(path.with_suffix(''))}.yaml",
+                why="finetune overwrites no files",
+                code="path",
+            )
+        )
     answers = new_recipe.Answers(**given)
     if answers.adapter not in adapter_types.all_types():
         near = nearest(answers.adapter, adapter_types.all_types())
-        fix = f"--adapter {near or 'lora'}"
-        raise UserError(Problem("no such adapter type", found=answers.adapter, fix=fix, code="adapter-type"))
+        raise UserError(
+            Problem(
+                "no such adapter type",
+                found=answers.adapter,
+                fix=f"--adapter {near or 'lora'}",
+                code="adapter-type",
+            )
+        )
     length = _max_length(answers.model)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,6 +107,11 @@ def _answers(options: argparse.Namespace) -> dict[str, str]:
     missing = [name for name, (_, default) in QUESTIONS.items() if not (given[name] or default)]
     if missing:
         fix = command("init", *(word for name in missing for word in (f"--{name}", name.upper())))
-        what = f"{' and '.join(f'--{name}' for name in missing)} must be given without a terminal"
-        raise UserError(Problem(what, fix=fix, code="command-line"))
+        raise UserError(
+            Problem(
+                f"{' and '.join(f'--{name}' for name in missing)} must be given without a terminal",
+                fix=fix,
+                code="command-line",
+            )
+        )
     return {name: given[name] or default for name, (_, default) in QUESTIONS.items()}

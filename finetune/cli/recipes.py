@@ -28,8 +28,13 @@ def recipes(options: argparse.Namespace) -> dict[str, Any]:
         screen.say("", f"next, print one: {command('recipes', 'quickstart')}")
         return {"recipes": found}
     if options.name is None:
-        fix = command("recipes", "quickstart", "--copy", options.copy)
-        raise UserError(Problem("the name of the recipe is missing", fix=fix, code="command-line"))
+        raise UserError(
+            Problem(
+                "the name of the recipe is missing",
+                fix=command("recipes", "quickstart", "--copy", options.copy),
+                code="command-line",
+            )
+        )
     if options.copy is None:
         standard_streams.say(*shipped_files.text(options.name).rstrip("\n").split("\n"))
         return {"recipe": shipped_files.text(options.name)}

@@ -28,11 +28,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         export(options, Path(path), Path(options.export_wandb))
         return {"wandb_sweep": options.export_wandb}
     if not packages.installed("optuna"):
-        what, fix = "`finetune sweep` needs optuna, which is not installed", packages.install_extra("sweep")
-        raise UserError(Problem(what, fix=fix, code="package-missing"), code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "`finetune sweep` needs optuna, which is not installed",
+                fix=packages.install_extra("sweep"),
+                code="package-missing",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     if (folder / "recipe.resolved.yaml").exists():
-        what, fix = "a sweep can't use the folder of a run", "--output runs/my-sweep"
-        raise UserError(Problem(what, where=str(folder), fix=fix, code="experiment"))
+        raise UserError(
+            Problem(
+                "a sweep can't use the folder of a run",
+                where=str(folder),
+                fix="--output runs/my-sweep",
+                code="experiment",
+            )
+        )
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     from finetune.experiments.sweep import study, sweep_request

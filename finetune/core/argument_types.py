@@ -51,17 +51,28 @@ def check_overrides(overrides: object) -> None:
 def check_choice(name: str, value: str | None, choices: Collection[str]) -> None:
     """Refuse a value that is none of the choices (exit 2). `None` is the default."""
     if value is not None and value not in choices:
-        what, fix = f"the argument `{name}` has an unknown value", nearest(value, choices)
-        texts = {"found": repr(value)[:200], "expected": ", ".join(choices), "fix": fix}
-        raise UserError(Problem(what, code="value-choice", **texts))
+        raise UserError(
+            Problem(
+                f"the argument `{name}` has an unknown value",
+                code="value-choice",
+                found=repr(value)[:200],
+                expected=", ".join(choices),
+                fix=nearest(value, choices),
+            )
+        )
 
 
 def check_gpus(gpus: int | None) -> None:
     """Refuse a number of GPUs that no machine has (exit 2)."""
     if gpus is not None and not 1 <= gpus <= MOST_GPUS:
-        found = str(gpus) if abs(gpus) < 10**20 else f"an integer of {gpus.bit_length()} bits"
-        expected = f"an integer from 1 to {MOST_GPUS:,}"
-        raise UserError(Problem("`gpus` has a wrong value", "", "", found, expected, code="value-range"))
+        raise UserError(
+            Problem(
+                "`gpus` has a wrong value",
+                found=str(gpus) if abs(gpus) < 10**20 else f"an integer of {gpus.bit_length()} bits",
+                expected=f"an integer from 1 to {MOST_GPUS:,}",
+                code="value-range",
+            )
+        )
 
 
 def check_device(device: str | None) -> None:
@@ -71,27 +82,45 @@ def check_device(device: str | None) -> None:
     try:
         torch.device(device or "cpu")
     except RuntimeError:
-        what, expected = "the argument `device` names no device of torch", '"cpu", "cuda" or "cuda:1"'
-        problem = Problem(what, "", "", repr(device)[:200], expected, code="value-choice")
-        raise UserError(problem) from None
+        raise UserError(
+            Problem(
+                "the argument `device` names no device of torch",
+                found=repr(device)[:200],
+                expected='"cpu", "cuda" or "cuda:1"',
+                code="value-choice",
+            )
+        ) from None
 
 
 def wrong_value(error: Any) -> Problem:
     """Return the problem of an argument that pydantic refuses, from one of `ValidationError.errors()`."""
     name, found = ".".join(map(str, error["loc"])), repr(error["input"])[:200]
-    what, expected = f"the argument `{name}` has a wrong value", error["msg"][:200]
-    return Problem(what, "", "", found, expected, code="value-range")
+    return Problem(
+        f"the argument `{name}` has a wrong value",
+        found=found,
+        expected=error["msg"][:200],
+        code="value-range",
+    )
 
 
 def _wrong(name: str, value: Any, expected: str) -> Problem:
-    what, fix = f"the argument `{name}` has the wrong type", f"pass {expected}"
-    return Problem(what, "", "", type(value).__name__, expected, fix, code="value-type")
+    return Problem(
+        f"the argument `{name}` has the wrong type",
+        found=type(value).__name__,
+        expected=expected,
+        fix=f"pass {expected}",
+        code="value-type",
+    )
 
 
 def _no_path(name: str, value: str | Path) -> Problem:
-    what, found = f"the argument `{name}` can't be a path", repr(str(value))[:200]
-    why, fix = "a path has no NUL and no half of a surrogate pair", "correct the path"
-    return Problem(what, "", "", found, fix=fix, why=why, code="path")
+    return Problem(
+        f"the argument `{name}` can't be a path",
+        found=repr(str(value))[:200],
+        fix="correct the path",
+        why="a path has no NUL and no half of a surrogate pair",
+        code="path",
+    )
 
 
 def _can_be_encoded(path: str) -> bool:

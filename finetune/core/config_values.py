@@ -59,13 +59,27 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
                 f"{name}: {len(value):,} keys",
                 f"at most {MOST_KEYS:,}",
             )
-            fix = "remove the keys that the model does not need"
-            yield Problem(what, key, path, found, expected, fix=fix, code="model-config")
+            yield Problem(
+                what,
+                key,
+                where=path,
+                found=found,
+                expected=expected,
+                fix="remove the keys that the model does not need",
+                code="model-config",
+            )
             continue
         if expected := _other_type(name, value):
-            what, found = "a value of the model's config has the wrong type", f"{name}: {value!r}"[:200]
-            fix, why = FIX, "transformers would build another model, or fail later"
-            yield Problem(what, key, path, found, expected, fix=fix, why=why, code="model-config")
+            yield Problem(
+                "a value of the model's config has the wrong type",
+                key,
+                where=path,
+                found=f"{name}: {value!r}"[:200],
+                expected=expected,
+                fix=FIX,
+                why="transformers would build another model, or fail later",
+                code="model-config",
+            )
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
@@ -75,8 +89,16 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
         least = int(name in _POSITIVE)
         if not least <= value <= most:
             what, expected = "the model's config has a size that no model has", f"from {least:,} to {most:,}"
-            found, why = f"{name}: {value}"[:200], "such a size fills the memory, or is a typing error"
-            yield Problem(what, key, path, found, expected, fix=FIX, why=why, code="model-config")
+            yield Problem(
+                what,
+                key,
+                where=path,
+                found=f"{name}: {value}"[:200],
+                expected=expected,
+                fix=FIX,
+                why="such a size fills the memory, or is a typing error",
+                code="model-config",
+            )
 
 
 def _other_type(name: str, value: object) -> str:

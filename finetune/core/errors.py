@@ -195,8 +195,17 @@ def unexpected(error: Exception, doing: str) -> UserError:
     if ours:
         what, kind = f"finetune failed while it {at.doing}", "internal-error"
         fix = "run the command again with --debug, and report this bug of finetune with the traceback"
-    found = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
-    return UserError(Problem(what, at.key, f"{file}:{line}", found, fix=fix, code=kind), code=at.code)
+    return UserError(
+        Problem(
+            what,
+            at.key,
+            where=f"{file}:{line}",
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}",
+            fix=fix,
+            code=kind,
+        ),
+        code=at.code,
+    )
 
 
 def explain(error: Exception, doing: str) -> UserError:
@@ -207,20 +216,40 @@ def explain(error: Exception, doing: str) -> UserError:
     """
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
         at = vars(error).get("finetune_stage") or Stage(doing)
-        what, fix = f"the memory was full while finetune {at.doing}", OUT_OF_MEMORY
-        found = " ".join(str(error).split())[:LONGEST]
-        return UserError(Problem(what, at.key, found=found, fix=fix, code="out-of-memory"), code=at.code)
+        return UserError(
+            Problem(
+                f"the memory was full while finetune {at.doing}",
+                at.key,
+                found=" ".join(str(error).split())[:LONGEST],
+                fix=OUT_OF_MEMORY,
+                code="out-of-memory",
+            ),
+            code=at.code,
+        )
     if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename:
-        key = getattr(vars(error).get("finetune_stage"), "key", "")
-        where, reason = str(error.filename)[:LONGEST_NAME], os.strerror(error.errno)
-        fix = "correct the path, or its permissions"
-        return UserError(Problem("finetune can't open this path", key, where, reason, fix=fix, code="path"))
+        return UserError(
+            Problem(
+                "finetune can't open this path",
+                getattr(vars(error).get("finetune_stage"), "key", ""),
+                where=str(error.filename)[:LONGEST_NAME],
+                found=os.strerror(error.errno),
+                fix="correct the path, or its permissions",
+                code="path",
+            )
+        )
     number, where = (error.errno, error.filename) if isinstance(error, OSError) else (_rust_errno(error), "")
     if number not in FULL:
         return unexpected(error, doing)
-    fix = "free some space and run the command again; `finetune train --resume=auto` continues a run"
-    problem = Problem("the disk is full", "", str(where or ""), os.strerror(number), fix=fix, code="disk")
-    return UserError(problem, code=Exit.ENVIRONMENT)
+    return UserError(
+        Problem(
+            "the disk is full",
+            where=str(where or ""),
+            found=os.strerror(number),
+            fix="free some space and run the command again; `finetune train --resume=auto` continues a run",
+            code="disk",
+        ),
+        code=Exit.ENVIRONMENT,
+    )
 
 
 def _rust_errno(error: Exception) -> int:

@@ -45,14 +45,28 @@ class Search:
             with os.scandir(folder) as listed:
                 entries = list(islice(listed, self.left + 1))
         except OSError as error:
-            what, reason = "finetune can't read this folder", error.strerror or ""
-            fix = f"chmod +rx {folder}"
-            raise UserError(Problem(what, self.key, str(folder), reason, fix=fix, code="path")) from error
+            raise UserError(
+                Problem(
+                    "finetune can't read this folder",
+                    self.key,
+                    where=str(folder),
+                    found=error.strerror or "",
+                    fix=f"chmod +rx {folder}",
+                    code="path",
+                )
+            ) from error
         self.left -= len(entries)
         if self.left < 0:
-            what, fix = "the folder has too many entries", f"set `{self.key}` to a folder with only the data"
-            expected = f"at most {MOST_ENTRIES:,} files and folders"
-            raise UserError(Problem(what, self.key, str(folder), "", expected, fix, code="data-size"))
+            raise UserError(
+                Problem(
+                    "the folder has too many entries",
+                    self.key,
+                    where=str(folder),
+                    expected=f"at most {MOST_ENTRIES:,} files and folders",
+                    fix=f"set `{self.key}` to a folder with only the data",
+                    code="data-size",
+                )
+            )
         entries.sort(key=lambda entry: (entry.is_symlink() and os.path.isdir(entry.path), entry.name))
         return [folder / entry.name for entry in entries]
 

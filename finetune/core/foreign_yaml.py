@@ -46,13 +46,16 @@ def read(text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = Fal
             loader.dispose()
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that is none
         mark = getattr(error, "problem_mark", None)
-        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-        found = str(getattr(error, "problem", None) or first_line(error))
-        what = "the file is not valid YAML"
-        problem = Problem(
-            what, "", place, found, fix=strict_yaml.LINE, why=strict_yaml.WHY, code="yaml-syntax"
-        )
-        raise UserError(problem) from None
+        raise UserError(
+            Problem(
+                "the file is not valid YAML",
+                where=f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source,
+                found=str(getattr(error, "problem", None) or first_line(error)),
+                fix=strict_yaml.LINE,
+                why=strict_yaml.WHY,
+                code="yaml-syntax",
+            )
+        ) from None
 
 
 def _check(events: Iterable[Any], source: str, deepest: int) -> None:
@@ -73,8 +76,13 @@ def _check(events: Iterable[Any], source: str, deepest: int) -> None:
         if kind == "AliasEvent":
             if event.anchor not in sizes:
                 texts = {"found": f"*{event.anchor}", "fix": f"write the value in place of *{event.anchor}"}
-                what = "the alias has no value before it"
-                raise _refused(what, source, event, why="an alias repeats an earlier value", **texts)
+                raise _refused(
+                    "the alias has no value before it",
+                    source,
+                    event,
+                    why="an alias repeats an earlier value",
+                    **texts,
+                )
             size += sizes[event.anchor]
         elif kind == "ScalarEvent":
             size += 1 + len(event.value)
@@ -113,8 +121,14 @@ def _refuse_repeated(document: Any, source: str) -> None:
 
 
 def _refused(what: str, source: str, event: yaml.Event | yaml.Node, **texts: str) -> UserError:
-    place = f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
-    return UserError(Problem(what, "", place, code="yaml-syntax", **texts))
+    return UserError(
+        Problem(
+            what,
+            where=f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}",
+            code="yaml-syntax",
+            **texts,
+        )
+    )
 
 
 def _plain(value: object) -> Any:

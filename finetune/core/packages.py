@@ -62,8 +62,9 @@ def install_extra(extra: str) -> str:
 def require(package: str, extra: str, what: str) -> None:
     """Raise a UserError (exit 3) if a package of an extra is missing; `what` says who needs it."""
     if not installed(package):
-        problem = Problem(what, fix=install_extra(extra), code="package-missing")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(what, fix=install_extra(extra), code="package-missing"), code=Exit.ENVIRONMENT
+        )
 
 
 def source_of(package: str, file: str) -> Path:

@@ -25,9 +25,15 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, reason = "finetune can't write to this path", error.strerror or str(error)
-        fix = f"choose a path that you can write to, such as {Path.home() / path.name}"
-        raise UserError(Problem(what, where=str(path), found=reason, fix=fix, code="path")) from error
+        raise UserError(
+            Problem(
+                "finetune can't write to this path",
+                where=str(path),
+                found=error.strerror or str(error),
+                fix=f"choose a path that you can write to, such as {Path.home() / path.name}",
+                code="path",
+            )
+        ) from error
 
 
 def why_not_makeable(path: Path) -> str:
@@ -46,8 +52,16 @@ def refuse_lfs_pointer(path: Path, key: str = "") -> None:
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
     if is_pointer:
-        what, why = "the file is a Git LFS pointer", "Git LFS has not downloaded the file itself"
-        raise UserError(Problem(what, key, str(path), fix="git lfs pull", why=why, code="model-files"))
+        raise UserError(
+            Problem(
+                "the file is a Git LFS pointer",
+                key,
+                where=str(path),
+                fix="git lfs pull",
+                why="Git LFS has not downloaded the file itself",
+                code="model-files",
+            )
+        )
 
 
 def local_path(name: str) -> bool:

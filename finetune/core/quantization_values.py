@@ -37,9 +37,14 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
                 "a value of the model's config has the wrong type",
                 ".".join(filter(None, (name, field))),
             )
-            fix = "correct the file, or download the model again"
             yield Problem(
-                what, key, path, f"{name_of}: {value!r}"[:200], expected, fix=fix, code="model-config"
+                what,
+                key,
+                where=path,
+                found=f"{name_of}: {value!r}"[:200],
+                expected=expected,
+                fix="correct the file, or download the model again",
+                code="model-config",
             )
 
 

@@ -44,16 +44,30 @@ def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
     kind = "" if stat.S_ISREG(status.st_mode) else _kind(status.st_mode)
     kind = kind or ("a file of the kernel" if is_of_kernel(path) else "")
     if kind:
-        what, why = "finetune opens only regular files", "reading it may never end"
-        fix = "name a regular file, or copy the content into one"
         raise UserError(
-            Problem(what, key, str(path), kind, "a regular file", why=why, fix=fix, code="unsafe-file")
+            Problem(
+                "finetune opens only regular files",
+                key,
+                where=str(path),
+                found=kind,
+                expected="a regular file",
+                why="reading it may never end",
+                fix="name a regular file, or copy the content into one",
+                code="unsafe-file",
+            )
         )
     if limit is not None and status.st_size > limit:
-        size, most = f"{status.st_size:,} bytes", f"at most {limit:,} bytes"
-        what = "the file is too large to read into memory"
-        fix = "use a smaller file"
-        raise UserError(Problem(what, key, str(path), size, most, fix=fix, code="unsafe-file"))
+        raise UserError(
+            Problem(
+                "the file is too large to read into memory",
+                key,
+                where=str(path),
+                found=f"{status.st_size:,} bytes",
+                expected=f"at most {limit:,} bytes",
+                fix="use a smaller file",
+                code="unsafe-file",
+            )
+        )
 
 
 def is_of_kernel(path: Path) -> bool:

@@ -101,10 +101,16 @@ def read_bytes(root: Path, name: str, largest: int = LARGEST) -> bytes:
         descriptor = _regular(os.open(leaf, os.O_RDONLY | _FILE, dir_fd=parent), root / name)
         with os.fdopen(descriptor, "rb") as file:
             if (size := os.fstat(descriptor).st_size) > largest:
-                found, expected = f"{size:,} bytes", f"at most {largest:,} bytes"
-                what, where = "the file is too large to read into memory", str(root / name)
-                fix = "restore the file from a copy"
-                raise UserError(Problem(what, "", where, found, expected, fix=fix, code="unsafe-file"))
+                raise UserError(
+                    Problem(
+                        "the file is too large to read into memory",
+                        where=str(root / name),
+                        found=f"{size:,} bytes",
+                        expected=f"at most {largest:,} bytes",
+                        fix="restore the file from a copy",
+                        code="unsafe-file",
+                    )
+                )
             return file.read()
 
 
@@ -227,9 +233,15 @@ def _parts(root: Path, name: str) -> list[str]:
     """Return the parts of a relative name, and check that it stays below the root."""
     parts = name.split("/")
     if name.startswith("/") or "\0" in name or ".." in parts or not parts[0]:
-        what = "this name leads out of its folder"
-        fix = "use a name without `..` and without a leading `/`"
-        raise UserError(Problem(what, where=str(root), found=repr(name), fix=fix, code="unsafe-file"))
+        raise UserError(
+            Problem(
+                "this name leads out of its folder",
+                where=str(root),
+                found=repr(name),
+                fix="use a name without `..` and without a leading `/`",
+                code="unsafe-file",
+            )
+        )
     return [part for part in parts[:-1] if part not in ("", ".")] + parts[-1:]
 
 
@@ -245,10 +257,16 @@ def _refuse_link(parent: int, leaf: str, path: Path) -> None:
     if is_link:
         target = os.readlink(leaf, dir_fd=parent)
         place = shlex.quote(str(path))
-        what = "finetune follows no link in this folder"
-        fix = f'cp --remove-destination "$(readlink -f {place})" {place}'
-        found, why = f"a link to {target}", "a link can lead out of the folder"
-        raise UserError(Problem(what, "", str(path), found, fix=fix, why=why, code="unsafe-file"))
+        raise UserError(
+            Problem(
+                "finetune follows no link in this folder",
+                where=str(path),
+                found=f"a link to {target}",
+                fix=f'cp --remove-destination "$(readlink -f {place})" {place}',
+                why="a link can lead out of the folder",
+                code="unsafe-file",
+            )
+        )
 
 
 def _refuse_device(parent: int, leaf: str, path: Path) -> None:
@@ -258,10 +276,15 @@ def _refuse_device(parent: int, leaf: str, path: Path) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        what, fix = "finetune does not write to a device", "name a file that does not exist yet"
-        why = "finetune replaces a file, and this would delete the device"
         raise UserError(
-            Problem(what, where=str(path), found="a device", why=why, fix=fix, code="unsafe-file")
+            Problem(
+                "finetune does not write to a device",
+                where=str(path),
+                found="a device",
+                why="finetune replaces a file, and this would delete the device",
+                fix="name a file that does not exist yet",
+                code="unsafe-file",
+            )
         )
 
 
@@ -276,10 +299,14 @@ def _regular(descriptor: int, path: Path) -> int:
     """Return the descriptor, and check that it belongs to a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        what, expected = "finetune opens only regular files", "a regular file, or nothing at this path"
-        fix = "move what is at this path, and run the command again"
-        why = "a link or a pipe at this path could lead finetune to another file"
         raise UserError(
-            Problem(what, where=str(path), expected=expected, fix=fix, why=why, code="unsafe-file")
+            Problem(
+                "finetune opens only regular files",
+                where=str(path),
+                expected="a regular file, or nothing at this path",
+                fix="move what is at this path, and run the command again",
+                why="a link or a pipe at this path could lead finetune to another file",
+                code="unsafe-file",
+            )
         )
     return descriptor

@@ -58,8 +58,13 @@ def text(name: str) -> str:
     known = recipes()
     if name not in known:
         near = named(Path(name)) or nearest(name, known)
-        fix = command("recipes", near) if near else command("recipes")
-        raise UserError(Problem(f"no shipped recipe is called {name}", fix=fix, code="recipe-file"))
+        raise UserError(
+            Problem(
+                f"no shipped recipe is called {name}",
+                fix=command("recipes", near) if near else command("recipes"),
+                code="recipe-file",
+            )
+        )
     return known[name].read_text(encoding="utf-8")
 
 
@@ -72,9 +77,13 @@ def copy(name: str, target: Path) -> list[Path]:
     content = text(name)
     destination = target / recipes()[name].name
     if destination.exists():
-        what, where = "finetune does not overwrite an existing file", str(destination)
         raise UserError(
-            Problem(what, where=where, fix="move the file, or copy to another folder", code="path")
+            Problem(
+                "finetune does not overwrite an existing file",
+                where=str(destination),
+                fix="move the file, or copy to another folder",
+                code="path",
+            )
         )
     target.mkdir(parents=True, exist_ok=True)
     written = [destination]

@@ -57,10 +57,17 @@ def parse(text: str, source: str) -> Document:
         UserError: `text` is not YAML or not UTF-8, is too large or is nested too deeply.
     """
     if len(text) > MAX_BYTES:
-        found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
-        fix, why = "name a recipe, such as recipes/quickstart.yaml", "a recipe has a few kilobytes"
-        what, code = "the YAML is too large", "yaml-syntax"
-        raise UserError(Problem(what, "", source, found, expected, fix, why=why, code=code))
+        raise UserError(
+            Problem(
+                "the YAML is too large",
+                where=source,
+                found=f"{len(text):,} characters",
+                expected=f"at most {MAX_BYTES:,}",
+                fix="name a recipe, such as recipes/quickstart.yaml",
+                why="a recipe has a few kilobytes",
+                code="yaml-syntax",
+            )
+        )
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     document = Document()
     try:
@@ -71,14 +78,26 @@ def parse(text: str, source: str) -> Document:
         document.value = _node(events, next(events), (), document, source)
         next(events)  # document end
         if not isinstance(extra := next(events), yaml.StreamEndEvent):
-            what, fix = "the file has a second YAML document", "remove the line `---` and all lines below it"
-            why, at = "a recipe is one document", _mark(source, extra)
-            document.problems.append(Problem(what, where=at, fix=fix, why=why, code="yaml-syntax"))
+            document.problems.append(
+                Problem(
+                    "the file has a second YAML document",
+                    where=_mark(source, extra),
+                    fix="remove the line `---` and all lines below it",
+                    why="a recipe is one document",
+                    code="yaml-syntax",
+                )
+            )
     except yaml.YAMLError as error:
         raise UserError(_syntax_problem(error, source)) from None
     except UnicodeEncodeError:  # bytes of a command line that are not UTF-8
-        what, fix = "the text is not UTF-8", "rename the file, or correct the encoding of the terminal"
-        raise UserError(Problem(what, where=source, fix=fix, code="yaml-syntax")) from None
+        raise UserError(
+            Problem(
+                "the text is not UTF-8",
+                where=source,
+                fix="rename the file, or correct the encoding of the terminal",
+                code="yaml-syntax",
+            )
+        ) from None
     return document
 
 
@@ -95,18 +114,30 @@ def text_of(path: pathlib.Path, what: str) -> str:
     if not path.is_dir():  # for a folder, the read below raises a clear OSError
         check_regular(path)
     if (size := path.stat().st_size) > MAX_BYTES:
-        found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
-        fix, why = "name the file with the settings, not the data", "such a file has a few kilobytes"
         what = f"the file is too large for {what}"
-        raise UserError(Problem(what, "", str(path), found, expected, fix, why=why, code="yaml-syntax"))
+        raise UserError(
+            Problem(
+                what,
+                where=str(path),
+                found=f"{size:,} bytes",
+                expected=f"at most {MAX_BYTES:,}",
+                fix="name the file with the settings, not the data",
+                why="such a file has a few kilobytes",
+                code="yaml-syntax",
+            )
+        )
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        where, found = f"{path}, byte {error.start}", f"0x{error.object[error.start]:02x}"
-        problem = Problem(
-            f"{what} is not UTF-8", "", where, found, fix=f"save {what} as UTF-8", code="yaml-syntax"
-        )
-        raise UserError(problem) from None
+        raise UserError(
+            Problem(
+                f"{what} is not UTF-8",
+                where=f"{path}, byte {error.start}",
+                found=f"0x{error.object[error.start]:02x}",
+                fix=f"save {what} as UTF-8",
+                code="yaml-syntax",
+            )
+        ) from None
 
 
 def scalar(text: str) -> Any:
@@ -137,22 +168,53 @@ def _node(events: Iterator[Any], event: Any, path: Keys, document: Document, sou
     document.where.setdefault(path, where)
     key = ".".join(path)
     if len(path) > MAX_DEPTH:
-        what, expected = "the YAML is nested too deeply", f"at most {MAX_DEPTH} levels"
-        fix, why = "remove the inner brackets or indentation", "recipes have three levels of keys"
-        raise UserError(Problem(what, "", where, "", expected, fix, why=why, code="yaml-syntax"))
+        raise UserError(
+            Problem(
+                "the YAML is nested too deeply",
+                where=where,
+                expected=f"at most {MAX_DEPTH} levels",
+                fix="remove the inner brackets or indentation",
+                why="recipes have three levels of keys",
+                code="yaml-syntax",
+            )
+        )
     if isinstance(event, yaml.AliasEvent):
-        what, fix = "YAML aliases are not allowed", "write the value itself in place of the alias"
-        found = f"*{event.anchor}"
-        document.problems.append(Problem(what, key, where, found, fix=fix, why=ALONE, code="yaml-syntax"))
+        document.problems.append(
+            Problem(
+                "YAML aliases are not allowed",
+                key,
+                where=where,
+                found=f"*{event.anchor}",
+                fix="write the value itself in place of the alias",
+                why=ALONE,
+                code="yaml-syntax",
+            )
+        )
         return None
     if event.anchor:
-        what, fix = "YAML anchors are not allowed", f"remove `&{event.anchor}`"
-        found = f"&{event.anchor}"
-        document.problems.append(Problem(what, key, where, found, fix=fix, why=ALONE, code="yaml-syntax"))
+        document.problems.append(
+            Problem(
+                "YAML anchors are not allowed",
+                key,
+                where=where,
+                found=f"&{event.anchor}",
+                fix=f"remove `&{event.anchor}`",
+                why=ALONE,
+                code="yaml-syntax",
+            )
+        )
     if event.tag:
-        what, fix = "YAML tags are not allowed", f"remove `{event.tag}`"
-        why = "a tag can create any Python object"
-        document.problems.append(Problem(what, key, where, event.tag, fix=fix, why=why, code="yaml-syntax"))
+        document.problems.append(
+            Problem(
+                "YAML tags are not allowed",
+                key,
+                where=where,
+                found=event.tag,
+                fix=f"remove `{event.tag}`",
+                why="a tag can create any Python object",
+                code="yaml-syntax",
+            )
+        )
     if isinstance(event, yaml.ScalarEvent):
         return scalar(event.value) if event.implicit[0] else event.value
     if isinstance(event, yaml.SequenceStartEvent):
@@ -173,18 +235,30 @@ def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str)
         where = _mark(source, event)
         name = event.value if isinstance(event, yaml.ScalarEvent) else None
         if name is None:
-            what, around = "a list or a mapping can't be a key", ".".join(path)
-            fix, why = 'write a word, or put the key in quotes: "[a, b]": 1', "keys of recipes are strings"
-            found = "a list" if isinstance(event, yaml.SequenceStartEvent) else "a mapping"
-            problem = Problem(what, around, where, found, "a word", fix, why=why, code="yaml-syntax")
+            problem = Problem(
+                "a list or a mapping can't be a key",
+                ".".join(path),
+                where=where,
+                found="a list" if isinstance(event, yaml.SequenceStartEvent) else "a mapping",
+                expected="a word",
+                fix='write a word, or put the key in quotes: "[a, b]": 1',
+                why="keys of recipes are strings",
+                code="yaml-syntax",
+            )
             document.problems.append(problem)
             name = str(_node(events, event, (*path, "?"), document, source))
         here = (*path, name)
         if name in items:
             first = document.where[here]
-            found, fix = f"first at {first}", "remove one of the two lines"
-            texts = {"fix": fix, "why": ONE_VALUE, "code": "yaml-syntax"}
-            problem = Problem(TWICE, ".".join(here), where, found, **texts)
+            problem = Problem(
+                TWICE,
+                ".".join(here),
+                where=where,
+                found=f"first at {first}",
+                fix="remove one of the two lines",
+                why=ONE_VALUE,
+                code="yaml-syntax",
+            )
             document.problems.append(problem)
         document.where[here] = where
         items[name] = _node(events, next(events), here, document, source)
@@ -197,7 +271,11 @@ def _mark(source: str, event: Any) -> str:
 
 def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-    said = getattr(error, "problem", None) or first_line(error)
-    what = "the text is not valid YAML"
-    return Problem(what, where=where, found=said, fix=LINE, why=WHY, code="yaml-syntax")
+    return Problem(
+        "the text is not valid YAML",
+        where=f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source,
+        found=getattr(error, "problem", None) or first_line(error),
+        fix=LINE,
+        why=WHY,
+        code="yaml-syntax",
+    )

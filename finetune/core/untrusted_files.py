@@ -52,9 +52,16 @@ def check_model(folder: Path, key: str) -> None:
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise UserError(_not_a_model(key, str(folder)))
     if (folder / "adapter_config.json").exists():  # transformers would load the adapter's base model instead
-        what, fix = "the folder holds a model and an adapter", "move adapter_config.json to another folder"
-        where, why = str(folder / "adapter_config.json"), "transformers would load the adapter's base model"
-        raise UserError(Problem(what, key, where, fix=fix, why=why, code="model-files"))
+        raise UserError(
+            Problem(
+                "the folder holds a model and an adapter",
+                key,
+                where=str(folder / "adapter_config.json"),
+                fix="move adapter_config.json to another folder",
+                why="transformers would load the adapter's base model",
+                code="model-files",
+            )
+        )
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
     if pickles and not find_weight_files(folder, key):
         raise UserError(only_pickles(key, ", ".join(pickles[:6])))
@@ -109,17 +116,25 @@ def copy_of_link(link: Path) -> str:
 
 
 def only_pickles(key: str, found: str) -> Problem:
-    fix = "convert the files where you trust them: from_pretrained(...), then save_pretrained(...)"
-    what, why = "the weights are only in pickles", "a pickle can run code when it is opened"
-    return Problem(what, key, "", found, "safetensors", fix, why=why, code="unsafe-file")
+    return Problem(
+        "the weights are only in pickles",
+        key,
+        found=found,
+        expected="safetensors",
+        fix="convert the files where you trust them: from_pretrained(...), then save_pretrained(...)",
+        why="a pickle can run code when it is opened",
+        code="unsafe-file",
+    )
 
 
 def _not_a_model(key: str, found: str) -> Problem:
-    what, fix = (
+    return Problem(
         "this is an adapter, not a model",
-        "name the adapter in adapter.init_from, and its base model in model.name",
+        key,
+        found=found,
+        fix="name the adapter in adapter.init_from, and its base model in model.name",
+        code="model-not-found",
     )
-    return Problem(what, key, found=found, fix=fix, code="model-not-found")
 
 
 def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
@@ -131,13 +146,25 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
         cached = (above for above in (home, *home.parents) if above.parent.name == "snapshots")
         blobs = next((commit.parent.parent / "blobs" for commit in cached), home)
         if target.is_symlink():
-            what, fix = "a link leads to itself", f"rm {shlex.quote(str(entry))}"
-            found, why = f"a link to {os.readlink(entry)}", "no program can open it"
-            yield Problem(what, key, str(entry), found, fix=fix, why=why, code="unsafe-file")
+            yield Problem(
+                "a link leads to itself",
+                key,
+                where=str(entry),
+                found=f"a link to {os.readlink(entry)}",
+                fix=f"rm {shlex.quote(str(entry))}",
+                why="no program can open it",
+                code="unsafe-file",
+            )
         elif not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-            what, why = "a link leads out of its folder", "it could name any file of this machine"
-            fix = copy_of_link(entry)
-            yield Problem(what, key, str(entry), f"a link to {target}", fix=fix, why=why, code="unsafe-file")
+            yield Problem(
+                "a link leads out of its folder",
+                key,
+                where=str(entry),
+                found=f"a link to {target}",
+                fix=copy_of_link(entry),
+                why="it could name any file of this machine",
+                code="unsafe-file",
+            )
 
 
 def read_object(path: Path, key: str) -> dict[str, Any]:
@@ -149,17 +176,32 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
 
 
 def _no_object(what: str, content: object, path: Path, key: str) -> Problem:
-    found, why = f"a {type(content).__name__}", "transformers expects an object in this file"
-    return Problem(what, key, str(path), found, "{...}", DOWNLOAD_AGAIN, why=why, code="model-files")
+    return Problem(
+        what,
+        key,
+        where=str(path),
+        found=f"a {type(content).__name__}",
+        expected="{...}",
+        fix=DOWNLOAD_AGAIN,
+        why="transformers expects an object in this file",
+        code="model-files",
+    )
 
 
 def _read(path: Path, key: str) -> Any:
     try:
         return regular_files.read_json(path, key)
     except ValueError as error:
-        what, found = "the file is not JSON", str(error)[:200]
-        problem = Problem(what, key, str(path), found, fix=DOWNLOAD_AGAIN, code="model-files")
-        raise UserError(problem) from None
+        raise UserError(
+            Problem(
+                "the file is not JSON",
+                key,
+                where=str(path),
+                found=str(error)[:200],
+                fix=DOWNLOAD_AGAIN,
+                code="model-files",
+            )
+        ) from None
 
 
 def _index(path: Path, key: str) -> Iterator[Problem]:
@@ -167,24 +209,36 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
     content = _read(path, key)
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict):
-        what, expected = "the file is not an index of weight files", "weight_map: {tensor: file}"
-        texts = {"why": "the index says which file holds a tensor", "code": "model-files"}
-        yield Problem(what, key, str(path), "", expected, DOWNLOAD_AGAIN, **texts)
+        yield Problem(
+            "the file is not an index of weight files",
+            key,
+            where=str(path),
+            expected="weight_map: {tensor: file}",
+            fix=DOWNLOAD_AGAIN,
+            why="the index says which file holds a tensor",
+            code="model-files",
+        )
         return
     if not isinstance(content.get("metadata"), dict):  # transformers 5.22 would raise a KeyError
-        what, fix = "the index of weight files has no metadata", 'add "metadata": {} to the file'
-        why = "transformers reads this key"
-        yield Problem(what, key, str(path), fix=fix, why=why, code="model-files")
+        yield Problem(
+            "the index of weight files has no metadata",
+            key,
+            where=str(path),
+            fix='add "metadata": {} to the file',
+            why="transformers reads this key",
+            code="model-files",
+        )
     outside = {str(file): None for file in named.values() if not is_plain_name(file)}
     if outside:
-        what, expected = (
-            "the index names files outside of its folder",
-            "names of safetensors files in its folder",
-        )
-        fix = "use a model from a source that you trust"
-        why = "these files could be anywhere on this machine"
         yield Problem(
-            what, key, str(path), ", ".join(outside)[:200], expected, fix=fix, why=why, code="unsafe-file"
+            "the index names files outside of its folder",
+            key,
+            where=str(path),
+            found=", ".join(outside)[:200],
+            expected="names of safetensors files in its folder",
+            fix="use a model from a source that you trust",
+            why="these files could be anywhere on this machine",
+            code="unsafe-file",
         )
 
 
@@ -198,16 +252,29 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
         if _IMPLEMENTATION.fullmatch(name):
             texts = [text for _, text in _entries({name: value})] if isinstance(value, dict) else [value]
             if any(isinstance(text, str) and "/" in text for text in texts):
-                what, fix = "the config names a kernel to download", f"remove {name} from the file"
                 why, found = (
                     "a kernel can run any code. `model.attention` sets the kernel",
                     f"{name}: {value}",
                 )
-                yield Problem(what, key, str(path), found[:200], fix=fix, why=why, code="unsafe-file")
+                yield Problem(
+                    "the config names a kernel to download",
+                    key,
+                    where=str(path),
+                    found=found[:200],
+                    fix=f"remove {name} from the file",
+                    why=why,
+                    code="unsafe-file",
+                )
         if name == "trust_remote_code" and value:
-            what, fix = "the config asks to run code of the model", f"remove {name} from the file"
-            found, why = f"{name}: {value}"[:200], "finetune runs no code of a model"
-            yield Problem(what, key, str(path), found, fix=fix, why=why, code="unsafe-file")
+            yield Problem(
+                "the config asks to run code of the model",
+                key,
+                where=str(path),
+                found=f"{name}: {value}"[:200],
+                fix=f"remove {name} from the file",
+                why="finetune runs no code of a model",
+                code="unsafe-file",
+            )
 
 
 def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
@@ -224,10 +291,16 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
         ("megatron_core", str(core), ("megatron.core",)),
     ):
         if not value.startswith(allowed):
-            what, expected = "the config names a Python module to import", f"{' or '.join(allowed)} ..."
-            found, why = f"{name}: {value}"[:200], "PEFT would run the code of this module"
-            fix = f"remove {name} from the file"
-            yield Problem(what, key, str(path), found, expected, why=why, fix=fix, code="unsafe-file")
+            yield Problem(
+                "the config names a Python module to import",
+                key,
+                where=str(path),
+                found=f"{name}: {value}"[:200],
+                expected=f"{' or '.join(allowed)} ...",
+                why="PEFT would run the code of this module",
+                fix=f"remove {name} from the file",
+                code="unsafe-file",
+            )
     yield from _other_files(content, path, key)
     yield from _odd_values(content, path, key)
 
@@ -270,13 +343,26 @@ def _odd_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Probl
     for name, (is_usual, expected) in _USUAL.items():
         value = content.get(name)
         if value is not None and not is_usual(value):
-            found = f"{name}: {value}"[:200]
-            why = "PEFT itself writes no such value"
-            yield Problem(what, key, str(path), found, expected, fix, why=why, code="adapter-files")
+            yield Problem(
+                what,
+                key,
+                where=str(path),
+                found=f"{name}: {value}"[:200],
+                expected=expected,
+                fix=fix,
+                why="PEFT itself writes no such value",
+                code="adapter-files",
+            )
     if content.get("megatron_config") is not None:
-        what, fix = "finetune reads no adapter of Megatron", "convert the adapter to plain PEFT"
-        found, why = f"megatron_config: {content['megatron_config']}"[:200], "it needs Megatron to load"
-        yield Problem(what, key, str(path), found, fix=fix, why=why, code="adapter-files")
+        yield Problem(
+            "finetune reads no adapter of Megatron",
+            key,
+            where=str(path),
+            found=f"megatron_config: {content['megatron_config']}"[:200],
+            fix="convert the adapter to plain PEFT",
+            why="it needs Megatron to load",
+            code="adapter-files",
+        )
 
 
 def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
@@ -290,9 +376,15 @@ def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Prob
     }
     for name, value in named.items():
         if value:
-            what, fix = "the config names files outside of its folder", f"remove {name} from the file"
-            found, why = f"{name}: {value}"[:200], "PEFT would open these files"
-            yield Problem(what, key, str(path), found, fix=fix, why=why, code="unsafe-file")
+            yield Problem(
+                "the config names files outside of its folder",
+                key,
+                where=str(path),
+                found=f"{name}: {value}"[:200],
+                fix=f"remove {name} from the file",
+                why="PEFT would open these files",
+                code="unsafe-file",
+            )
 
 
 def _redirects(path: Path, key: str) -> Iterator[Problem]:
@@ -344,9 +436,15 @@ def _tokenizer(path: Path, key: str) -> Iterator[Problem]:
 def _too_many_tokens(count: int, path: Path, key: str) -> Iterator[Problem]:
     """Check the number of added tokens. A tokenizer adds them one by one and searches each text for them."""
     if count > MOST_ADDED:
-        what, expected = "the tokenizer has too many added tokens", f"at most {MOST_ADDED:,}"
-        fix = "use a tokenizer with fewer added tokens"
-        yield Problem(what, key, str(path), f"{count:,}", expected, fix=fix, code="unsafe-file")
+        yield Problem(
+            "the tokenizer has too many added tokens",
+            key,
+            where=str(path),
+            found=f"{count:,}",
+            expected=f"at most {MOST_ADDED:,}",
+            fix="use a tokenizer with fewer added tokens",
+            code="unsafe-file",
+        )
 
 
 _LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {

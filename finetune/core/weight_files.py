@@ -41,13 +41,28 @@ def _files_of_index(index: Path, key: str) -> list[Path]:
     try:
         names = sorted(set(regular_files.read_json(index, key)["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        what, found = "the file is not an index of weight files", str(error)[:200]
-        raise UserError(Problem(what, key, str(index), found, fix=DOWNLOAD, code="model-files")) from None
+        raise UserError(
+            Problem(
+                "the file is not an index of weight files",
+                key,
+                where=str(index),
+                found=str(error)[:200],
+                fix=DOWNLOAD,
+                code="model-files",
+            )
+        ) from None
     missing = [name for name in names if not (is_plain_name(name) and (index.parent / name).is_file())]
     if missing:
-        what = f"{len(missing)} of the {len(names)} weight files are missing"
-        found = f"no {', '.join(map(str, missing[:5]))}"
-        raise UserError(Problem(what, key, str(index), found, fix=DOWNLOAD, code="model-files"))
+        raise UserError(
+            Problem(
+                f"{len(missing)} of the {len(names)} weight files are missing",
+                key,
+                where=str(index),
+                found=f"no {', '.join(map(str, missing[:5]))}",
+                fix=DOWNLOAD,
+                code="model-files",
+            )
+        )
     return [index.parent / name for name in names]
 
 
@@ -64,8 +79,17 @@ def check_weight_files(folder: Path, key: str = "model.name") -> None:
         fix = f"rename the file to {SINGLE}"
     elif any(name.startswith("consolidated") for name in others):
         fix = "use the model's checkpoint in the format of transformers"
-    what, expected = "the folder has no weights that transformers reads", " or ".join(_expected_names(folder))
-    raise UserError(Problem(what, key, str(folder), found, expected, fix, code="model-files"))
+    raise UserError(
+        Problem(
+            "the folder has no weights that transformers reads",
+            key,
+            where=str(folder),
+            found=found,
+            expected=" or ".join(_expected_names(folder)),
+            fix=fix,
+            code="model-files",
+        )
+    )
 
 
 @contextlib.contextmanager
@@ -81,10 +105,16 @@ def opened(path: str | Path) -> Iterator[Any]:
         with safe_open(str(path), "pt") as file:
             yield file
     except SafetensorError as error:
-        what, found = "the file is damaged or is not a safetensors file", first_line(error)
-        fix = "restore the file from a copy, or download it again"
-        problem = Problem(what, where=str(path), found=found, fix=fix, code="model-files")
-        raise UserError(problem, code=Exit.ARTIFACT) from None
+        raise UserError(
+            Problem(
+                "the file is damaged or is not a safetensors file",
+                where=str(path),
+                found=first_line(error),
+                fix="restore the file from a copy, or download it again",
+                code="model-files",
+            ),
+            code=Exit.ARTIFACT,
+        ) from None
 
 
 def is_plain_name(file: object) -> bool:

@@ -182,7 +182,13 @@ def _apply(decode: Decoder | None, value: object) -> Any:
 
 
 def _not_read(kind: str, name: str, column: str) -> UserError:
-    what = f"finetune can't read the Arrow {kind} of the column {column}"
-    fix = f'remove the column: table.drop_columns(["{column.partition(".")[0]}"])'
-    why = "it has no plain value in JSON"
-    return UserError(Problem(what, where=name, found=kind, fix=fix, why=why, code="data-format"))
+    return UserError(
+        Problem(
+            f"finetune can't read the Arrow {kind} of the column {column}",
+            where=name,
+            found=kind,
+            fix=f'remove the column: table.drop_columns(["{column.partition(".")[0]}"])',
+            why="it has no plain value in JSON",
+            code="data-format",
+        )
+    )

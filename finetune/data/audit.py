@@ -375,17 +375,33 @@ class Audit:
         fix += f", or set data.expect.{limit}: {_enough(total, of):g}" if self.report.kept else ""
         why = WHY.get(limit, "the run would skip these examples")
         why = why if self.report.kept else "no example is left without them"
-        what = f"{total} of {of} examples ({total / of:.1%}) exceed this limit"
-        key, expected = f"data.expect.{limit}", f"at most {allowed:.1%}"
-        return [*details, Problem(what, key, "", said, expected, fix, why=why, code="data-expect")]
+        return [
+            *details,
+            Problem(
+                f"{total} of {of} examples ({total / of:.1%}) exceed this limit",
+                f"data.expect.{limit}",
+                found=said,
+                expected=f"at most {allowed:.1%}",
+                fix=fix,
+                why=why,
+                code="data-expect",
+            ),
+        ]
 
     def _beyond(self) -> list[Problem]:
         if not self.beyond:
             return []
-        what, found = "the tokenizer gives token ids that the model does not have", ", ".join(self.beyond)
-        fix, expected = "use the tokenizer of this model", f"a token id < {self.vocabulary}"
-        why = "the embedding has no row for these ids"
-        return [Problem(what, "model.name", "", found, expected, fix, why=why, code="token-limit")]
+        return [
+            Problem(
+                "the tokenizer gives token ids that the model does not have",
+                "model.name",
+                found=", ".join(self.beyond),
+                expected=f"a token id < {self.vocabulary}",
+                fix="use the tokenizer of this model",
+                why="the embedding has no row for these ids",
+                code="token-limit",
+            )
+        ]
 
     def _nothing_left(self, key: str, said: bool, which: str = "examples") -> list[Problem]:
         """Return the problem that no example is trained on, with each reason.
@@ -426,14 +442,19 @@ class Audit:
     def _too_long(self, data: Data) -> Problem:
         report = self.report
         count, places = report.counts["too_long"], report.places["too_long"]
-        what = f"{count} example{'s are' if count != 1 else ' is'} too long"
-        found = f"{shown(places, count)}; the longest has {report.longest} tokens"
         limit = (
             f"the model's {report.positions} positions" if report.positions else f"{data.max_length} tokens"
         )
         fix = "" if report.positions else f"max_length: {report.longest}, or too_long: drop"
         fix, expected = fix or "too_long: drop", f"at most {limit}"
-        return Problem(what, "data.max_length", "", found, expected, fix, code="token-limit")
+        return Problem(
+            f"{count} example{'s are' if count != 1 else ' is'} too long",
+            "data.max_length",
+            found=f"{shown(places, count)}; the longest has {report.longest} tokens",
+            expected=expected,
+            fix=fix,
+            code="token-limit",
+        )
 
 
 WHY = {  # limit of data.expect -> why a larger share stops the run

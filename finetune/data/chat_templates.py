@@ -70,19 +70,40 @@ def read_template(name: str) -> str:
         try:
             text = regular_files.read_text(path, "data.chat_template", "utf-8-sig")
         except UnicodeDecodeError:
-            what, fix = "the file is not UTF-8", f"iconv -f WINDOWS-1252 -t UTF-8 {name} > utf8.jinja"
-            raise UserError(Problem(what, KEY, found=name, fix=fix, code="chat-template")) from None
+            raise UserError(
+                Problem(
+                    "the file is not UTF-8",
+                    KEY,
+                    found=name,
+                    fix=f"iconv -f WINDOWS-1252 -t UTF-8 {name} > utf8.jinja",
+                    code="chat-template",
+                )
+            ) from None
         if "{{" not in text and "{%" not in text:  # another file, whose text no message may show
-            what, expected = "the file is not a Jinja template", "a file with {{ ... }} or {% ... %}"
-            fix = "data.chat_template: chatml, or name a Jinja file"
-            raise UserError(Problem(what, KEY, found=name, expected=expected, fix=fix, code="chat-template"))
+            raise UserError(
+                Problem(
+                    "the file is not a Jinja template",
+                    KEY,
+                    found=name,
+                    expected="a file with {{ ... }} or {% ... %}",
+                    fix="data.chat_template: chatml, or name a Jinja file",
+                    code="chat-template",
+                )
+            )
         return text
     known = bundled()
     if name not in known:
         near = nearest(name, known)
-        expected = "" if near else f"a Jinja file, or a bundled template: {', '.join(known)}"
-        fix, what = f"chat_template: {near}" if near else "", "unknown chat template"
-        raise UserError(Problem(what, KEY, found=name, expected=expected, fix=fix, code="chat-template"))
+        raise UserError(
+            Problem(
+                "unknown chat template",
+                KEY,
+                found=name,
+                expected="" if near else f"a Jinja file, or a bundled template: {', '.join(known)}",
+                fix=f"chat_template: {near}" if near else "",
+                code="chat-template",
+            )
+        )
     return known[name]
 
 
@@ -97,8 +118,15 @@ def other_prompt(own: ChatTemplate, template: ChatTemplate, tools: Tools) -> tup
         (prompt,) = render(own, [(turns[:count], tools)], prompt=True)
         (text,) = render(template, [(turns[: count + 1], tools)])
         if prompt.error and not text.error:
-            what, fix = "the chat template can't render a prompt", "data.chat_template: chatml"
-            raise UserError(Problem(what, KEY, found=prompt.error, fix=fix, code="chat-template"))
+            raise UserError(
+                Problem(
+                    "the chat template can't render a prompt",
+                    KEY,
+                    found=prompt.error,
+                    fix="data.chat_template: chatml",
+                    code="chat-template",
+                )
+            )
         if not (prompt.error or text.error or text.text.startswith(prompt.text)):
             notes.append(
                 f"the chat template writes the prompt of the {which} answer differently at inference"
@@ -111,12 +139,26 @@ def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict
     user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
     (rendered,) = render(template, [([user], tools)])
     if rendered.error.startswith(BROKEN):
-        what, fix = "the chat template is not valid", "chat_template: chatml"
-        raise UserError(Problem(what, KEY, found=rendered.error, fix=fix, code="chat-template"))
+        raise UserError(
+            Problem(
+                "the chat template is not valid",
+                KEY,
+                found=rendered.error,
+                fix="chat_template: chatml",
+                code="chat-template",
+            )
+        )
     if not rendered.error and user["content"] not in rendered.text:
-        what, why = "the chat template ignores the content of messages", "it may be a template for images"
-        fix = "data.chat_template: chatml"
-        raise UserError(Problem(what, KEY, found=rendered.text[:200], why=why, fix=fix, code="chat-template"))
+        raise UserError(
+            Problem(
+                "the chat template ignores the content of messages",
+                KEY,
+                found=rendered.text[:200],
+                why="it may be a template for images",
+                fix="data.chat_template: chatml",
+                code="chat-template",
+            )
+        )
     (with_prompt,) = render(template, [([user], tools)], prompt=True)
     function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
     call = {"id": "callqz001", "type": "function", "function": function}

@@ -153,8 +153,15 @@ def refuse(example: Example, missing: list[Part]) -> Part:
             where = example.where + (f", message {part.message}" if part.message >= 0 else "")
             fix = "data.chat_template: qwen3"
             fix = f"reasoning: cut, or {fix}" if part.kind == "reasoning" else fix
-            what = f"the chat template ignores {NAMES[part.kind]}"
-            raise BadRow("malformed", what, where, short(part.text), fix=fix, why=LOST, code="data-lost")
+            raise BadRow(
+                "malformed",
+                f"the chat template ignores {NAMES[part.kind]}",
+                where,
+                short(part.text),
+                fix=fix,
+                why=LOST,
+                code="data-lost",
+            )
     return missing[0]
 
 

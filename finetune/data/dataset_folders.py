@@ -104,9 +104,15 @@ def _choose_named(folder: Path, splits: Splits, split: str) -> FolderFiles:
     if chosen not in named:
         found = ", ".join(name or "files without a split" for name in named)
         near = nearest(split, filter(None, named))
-        fix = f"data.split: {near}" if near else "use one of these splits, or name a file"
-        what = f"the folder {folder} has no split {split}"
-        raise UserError(Problem(what, "data.split", found=found, fix=fix, code="data-not-found"))
+        raise UserError(
+            Problem(
+                f"the folder {folder} has no split {split}",
+                "data.split",
+                found=found,
+                fix=f"data.split: {near}" if near else "use one of these splits, or name a file",
+                code="data-not-found",
+            )
+        )
     return FolderFiles(named[chosen], {name: paths for name, paths in splits.items() if name != chosen})
 
 
@@ -119,10 +125,15 @@ def _choose_split(folder: Path, key: str, splits: Splits) -> FolderFiles:
     chosen = next((split for split in wanted if split in splits), None)
     if chosen is None and named:
         kind = "validation" if key == "data.validation" else "training"
-        found = ", ".join(f"{split} ({count_files(splits[split])})" for split in named)
-        fix = f"{key}: {as_name(splits[named[0]])}"
-        what = f"the folder {folder} has no {kind} split"
-        raise UserError(Problem(what, key, found=found, fix=fix, code="data-not-found"))
+        raise UserError(
+            Problem(
+                f"the folder {folder} has no {kind} split",
+                key,
+                found=", ".join(f"{split} ({count_files(splits[split])})" for split in named),
+                fix=f"{key}: {as_name(splits[named[0]])}",
+                code="data-not-found",
+            )
+        )
     if chosen == NO_SPLIT:
         _check_one_kind(folder, key, splits[chosen])
     others = {split: paths for split, paths in splits.items() if split != chosen}
@@ -140,8 +151,15 @@ def _check_one_kind(folder: Path, key: str, paths: list[Path]) -> None:
     most = kinds.most_common(1)[0][0]
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     first = next(path for path in paths if path.suffix == most)
-    what, fix = f"the folders in {folder} have files of several types", f"{key}: {first.parent}/*{most}"
-    raise UserError(Problem(what, key, found=found, fix=fix, code="data-format"))
+    raise UserError(
+        Problem(
+            f"the folders in {folder} have files of several types",
+            key,
+            found=found,
+            fix=f"{key}: {first.parent}/*{most}",
+            code="data-format",
+        )
+    )
 
 
 def count_files(paths: list[Path]) -> str:
@@ -171,15 +189,29 @@ def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
         return None
     # Written by datasets 1; later versions ignore the indices and would read other rows
     if state.get("_indices_data_files"):
-        what, why = "datasets 1 saved this dataset with selected rows", "newer versions ignore the selection"
-        fix = "load it with datasets<2, call flatten_indices(), and save it again"
-        raise UserError(Problem(what, key, str(folder / STATE), fix=fix, why=why, code="data-format"))
+        raise UserError(
+            Problem(
+                "datasets 1 saved this dataset with selected rows",
+                key,
+                where=str(folder / STATE),
+                fix="load it with datasets<2, call flatten_indices(), and save it again",
+                why="newer versions ignore the selection",
+                code="data-format",
+            )
+        )
     names = [str(entry.get("filename")) if isinstance(entry, dict) else str(entry) for entry in listed]
     missing = [name for name in names if "/" in name or not os.path.isfile(folder / name)]
     if missing:
-        what = f"{len(missing)} of the {len(names)} files of this saved dataset are missing"
-        found, fix = f"no {', '.join(missing[:5])}", "save the dataset again with save_to_disk"
-        raise UserError(Problem(what, key, str(folder / STATE), found, fix=fix, code="data-not-found"))
+        raise UserError(
+            Problem(
+                f"{len(missing)} of the {len(names)} files of this saved dataset are missing",
+                key,
+                where=str(folder / STATE),
+                found=f"no {', '.join(missing[:5])}",
+                fix="save the dataset again with save_to_disk",
+                code="data-not-found",
+            )
+        )
     return [folder / name for name in names]
 
 
@@ -195,8 +227,16 @@ def _splits_of_dict(folder: Path, key: str) -> Splits | None:
         listed = _listed_in_state(folder / name, key) if is_inside else None
         if listed is None:
             what, found = f"the split {name} of this saved dataset is missing", f"no {folder / name}"
-            fix = "save the dataset again with save_to_disk"
-            raise UserError(Problem(what, key, str(folder / DICT), found, fix=fix, code="data-not-found"))
+            raise UserError(
+                Problem(
+                    what,
+                    key,
+                    where=str(folder / DICT),
+                    found=found,
+                    fix="save the dataset again with save_to_disk",
+                    code="data-not-found",
+                )
+            )
         found[name] = listed
         entries = set(Search(key).entries(folder / name)) - set(listed)
         unlisted = sorted(path for path in entries if _is_data(path))
@@ -229,12 +269,16 @@ def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Spli
     default = [config] if config in by_config else default
     if not default and len(by_config) > 1:
         first = next(iter(by_config.values()))
-        what, names = (
-            f"the dataset {folder} has several configs, and none is the default",
-            ", ".join(by_config),
+        raise UserError(
+            Problem(
+                f"the dataset {folder} has several configs, and none is the default",
+                key,
+                where=str(folder / "README.md"),
+                found=", ".join(by_config),
+                fix=f"{key}: {as_name(first.get('train') or _all(first))}",
+                code="data-not-found",
+            )
         )
-        where, fix = str(folder / "README.md"), f"{key}: {as_name(first.get('train') or _all(first))}"
-        raise UserError(Problem(what, key, where, names, fix=fix, code="data-not-found"))
     chosen = next(iter(default or by_config))
     splits = by_config.pop(chosen)
     others = [path for found in by_config.values() for path in _all(found) if path not in _all(splits)]

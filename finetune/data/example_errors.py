@@ -85,9 +85,14 @@ class BadRows:
             for role in named
         ]
         found += [f"{len(self.roles) - MAX_NAMED} more"] if len(self.roles) > MAX_NAMED else []
-        what = f"{len(self.roles)} unknown roles" if len(self.roles) > 1 else "unknown role"
-        expected, fix = " or ".join(ROLES), hints.role_map(named)
-        return Problem(what, "", first.where, "; ".join(found), expected, fix, code="data-example")
+        return Problem(
+            f"{len(self.roles)} unknown roles" if len(self.roles) > 1 else "unknown role",
+            where=first.where,
+            found="; ".join(found),
+            expected=" or ".join(ROLES),
+            fix=hints.role_map(named),
+            code="data-example",
+        )
 
     def _formats(self) -> list[Problem]:
         """Return a problem for each source whose rows have several formats, with counts and first rows."""

@@ -112,11 +112,18 @@ def detect(row: Row, data: Data) -> str:
     value = _renamed(row, data)
     if seen := _seen(value):
         return seen
-    expected = "messages | conversations | prompt, completion | instruction, output | text"
     why, fix = hints.columns([str(name) for name in value], value, row.where.rpartition(":")[0])
-    found, what = ", ".join(map(str, value)), "the columns match no known format"
     raise UserError(
-        Problem(what, "data.columns", row.where, found, expected, fix, why=why, code="data-format")
+        Problem(
+            "the columns match no known format",
+            "data.columns",
+            where=row.where,
+            found=", ".join(map(str, value)),
+            expected="messages | conversations | prompt, completion | instruction, output | text",
+            fix=fix,
+            why=why,
+            code="data-format",
+        )
     )
 
 
@@ -143,8 +150,14 @@ def of_another_format(bad: BadRow, row: Row, data: Data, format: str) -> BadRow:
         another = bool(seen) and any(column not in value for column in COLUMNS[format])
     if not another or seen == format:
         return bad
-    what = "this example has another format than the first one"
-    other = BadRow("malformed", what, row.where, seen, expected=format, code="data-format")
+    other = BadRow(
+        "malformed",
+        "this example has another format than the first one",
+        row.where,
+        seen,
+        expected=format,
+        code="data-format",
+    )
     other.format = seen
     return other
 
@@ -268,8 +281,13 @@ def _history(value: dict[str, Any], row: Row) -> list[Message]:
     turns: list[Message] = []
     for pair in pairs:
         if not (isinstance(pair, list | tuple) and len(pair) == 2):
-            what, expected = "`history` must be a list of pairs", "[instruction, answer]"
-            raise BadRow("malformed", what, row.where, short(pair), expected=expected)
+            raise BadRow(
+                "malformed",
+                "`history` must be a list of pairs",
+                row.where,
+                short(pair),
+                expected="[instruction, answer]",
+            )
         turns += [
             {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
@@ -295,16 +313,32 @@ def _check_columns(row: Row, data: Data) -> None:
                 "finetune has no column of this name",
                 nearest(ours, known),
             )
-            expected, fix = "" if near else ", ".join(sorted(known)), f"rename it to `{near}`" if near else ""
-            problems.append(Problem(what, key, expected=expected, fix=fix, code="unknown-key"))
+            problems.append(
+                Problem(
+                    what,
+                    key,
+                    expected="" if near else ", ".join(sorted(known)),
+                    fix=f"rename it to `{near}`" if near else "",
+                    code="unknown-key",
+                )
+            )
         elif theirs not in row.value and ours not in OPTIONAL:
             found, near = ", ".join(map(str, row.value)), nearest(theirs, row.value)
-            key, what = f"data.columns.{ours}", f'the example has no column "{theirs}"'
             why, fix = f"data.columns reads `{ours}` from this column", f"{ours}: {near}" if near else ""
             if not fix:
                 rest = [str(name) for name in row.value if name not in data.columns.values()]
                 fix = f"{ours}: {rest[0]}" if len(rest) == 1 else f"write one of these names after `{ours}:`"
-            problems.append(Problem(what, key, row.where, found, fix=fix, why=why, code="data-format"))
+            problems.append(
+                Problem(
+                    f'the example has no column "{theirs}"',
+                    f"data.columns.{ours}",
+                    where=row.where,
+                    found=found,
+                    fix=fix,
+                    why=why,
+                    code="data-format",
+                )
+            )
     if problems:
         raise UserError(*problems)
 

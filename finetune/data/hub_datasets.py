@@ -56,13 +56,29 @@ def load(
 def check_name(name: str, key: str = "data.name", where: str = "") -> None:
     """Raise a UserError for names of readers in `datasets`, addresses and storage buckets (exit 2)."""
     if name in _packaged_readers():  # `datasets` would read the files of the working directory
-        what, expected = f"{name} is a reader of `datasets`, not a dataset", "a file, a folder or a Hub id"
-        fix = "name a file, such as data/train.jsonl"
-        raise UserError(Problem(what, key, where, name, expected, fix=fix, code="data-not-found"))
+        raise UserError(
+            Problem(
+                f"{name} is a reader of `datasets`, not a dataset",
+                key,
+                where=where,
+                found=name,
+                expected="a file, a folder or a Hub id",
+                fix="name a file, such as data/train.jsonl",
+                code="data-not-found",
+            )
+        )
     if not NAME.fullmatch(name) or ".." in name or len(name) > LONGEST_NAME or name.startswith("buckets/"):
-        what, expected = "this is not the id of a dataset on the Hub", "an id such as owner/name"
-        fix = "name a file, such as data/train.jsonl, or a Hub id such as owner/name"
-        raise UserError(Problem(what, key, where, name[:200], expected, fix=fix, code="data-not-found"))
+        raise UserError(
+            Problem(
+                "this is not the id of a dataset on the Hub",
+                key,
+                where=where,
+                found=name[:200],
+                expected="an id such as owner/name",
+                fix="name a file, such as data/train.jsonl, or a Hub id such as owner/name",
+                code="data-not-found",
+            )
+        )
 
 
 @cache
@@ -79,10 +95,17 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
     reader = type(builder).__module__
     allowed = [f"datasets.packaged_modules.{one}.{one}" for one in READERS]
     if reader not in allowed:
-        found = reader.removeprefix("datasets.packaged_modules.").partition(".")[0]
-        what, expected = f"finetune does not allow the reader of the dataset {name}", ", ".join(READERS[:5])
-        why, fix = "it can run code or open other files", "download the dataset's plain data files"
-        raise UserError(Problem(what, "data.name", "", found, expected, fix, why=why, code="unsafe-file"))
+        raise UserError(
+            Problem(
+                f"finetune does not allow the reader of the dataset {name}",
+                "data.name",
+                found=reader.removeprefix("datasets.packaged_modules.").partition(".")[0],
+                expected=", ".join(READERS[:5]),
+                fix="download the dataset's plain data files",
+                why="it can run code or open other files",
+                code="unsafe-file",
+            )
+        )
     files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
     outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
     if outside and not reader.endswith(".cache"):
@@ -109,10 +132,16 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
         except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
             continue  # loading the dataset reports the reason
         except (ValueError, UserError) as error:
-            said = error.problems[0].what if isinstance(error, UserError) else str(error)[:200]
-            what = f"finetune can't read the dataset card of {name}"
-            fix = "name a file of the dataset, or another revision"
-            raise UserError(Problem(what, "data.name", file, said, fix=fix, code="data-format")) from error
+            raise UserError(
+                Problem(
+                    f"finetune can't read the dataset card of {name}",
+                    "data.name",
+                    where=file,
+                    found=error.problems[0].what if isinstance(error, UserError) else str(error)[:200],
+                    fix="name a file of the dataset, or another revision",
+                    code="data-format",
+                )
+            ) from error
     return found
 
 
@@ -125,9 +154,14 @@ def _check_inside(named: object, name: str) -> None:
 
 
 def _outside(name: str, found: str) -> Problem:
-    what, fix = f"the dataset {name} names files outside of its repository", "download files that you trust"
-    expected = "paths in the repository"
-    return Problem(what, "data.name", "", found, expected, fix, code="unsafe-file")
+    return Problem(
+        f"the dataset {name} names files outside of its repository",
+        "data.name",
+        found=found,
+        expected="paths in the repository",
+        fix="download files that you trust",
+        code="unsafe-file",
+    )
 
 
 def _texts(value: object) -> Iterator[str]:

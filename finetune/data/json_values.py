@@ -41,8 +41,13 @@ def has_too_many_values(value: object) -> bool:
 
 def too_many_values(where: str) -> BadRow:
     """Return the error for an example that would take long to render and to compare."""
-    what, expected = "the example has too many values", f"at most {MOST_VALUES:,}"
-    return BadRow("unreadable", what, where, expected=expected, code="data-size")
+    return BadRow(
+        "unreadable",
+        "the example has too many values",
+        where,
+        expected=f"at most {MOST_VALUES:,}",
+        code="data-size",
+    )
 
 
 def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED + 1) -> Row | BadRow:
@@ -63,8 +68,12 @@ def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED 
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
         except UnicodeEncodeError as error:
             found = ascii(error.object[error.start])
-            what = "the example has half of a surrogate pair, which is not a character"
-            return BadRow("unreadable", what, where, found=found)
+            return BadRow(
+                "unreadable",
+                "the example has half of a surrogate pair, which is not a character",
+                where,
+                found=found,
+            )
     return Row(value, where)
 
 

@@ -44,8 +44,12 @@ def trained_spans(example: Example, text: Rendered, train_on: str, eos: str) -> 
     if len(spans) != len(example.trained):
         if train_on == "assistant" and all(example.trained) and not example.weights:
             return list(enumerate(spans))
-        what = "the chat template does not mark the assistant's turns one by one"
-        raise BadRow("malformed", what, example.where, fix="train_on: assistant, or another chat_template")
+        raise BadRow(
+            "malformed",
+            "the chat template does not mark the assistant's turns one by one",
+            example.where,
+            fix="train_on: assistant, or another chat_template",
+        )
     first = 0
     if train_on == "last_turn":
         first = len(spans) - 1
@@ -155,6 +159,11 @@ def content_start(text: str, span: tuple[int, int], first: int, content: str, wh
         place = text.find(said, *span)
         if place >= 0 and text.find(said, place + 1, span[1]) < 0:
             return place - lead
-    what = "weights of parts need a chat template that writes the content once, unchanged"
-    fix = "write one weight for the whole message"
-    raise BadRow("malformed", what, where, found=short(content), fix=fix, code="chat-template")
+    raise BadRow(
+        "malformed",
+        "weights of parts need a chat template that writes the content once, unchanged",
+        where,
+        found=short(content),
+        fix="write one weight for the whole message",
+        code="chat-template",
+    )

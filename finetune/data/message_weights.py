@@ -29,8 +29,13 @@ def of_answer(turn: dict[str, Any], content: str, where: str) -> TurnWeights:
     if parts is None:
         return TurnWeights(message)
     if "".join(text for text, _ in parts) != content:
-        what, fix = "`reasoning: cut` changes a message whose parts have weights", "data.reasoning: keep"
-        raise BadRow("malformed", what, where, fix=fix, code="recipe-conflict")
+        raise BadRow(
+            "malformed",
+            "`reasoning: cut` changes a message whose parts have weights",
+            where,
+            fix="data.reasoning: keep",
+            code="recipe-conflict",
+        )
     if turn.get(FLAG) in (False, 0) and any(weight for _, weight in parts):
         raise _contradict(where, f"{FLAG}: false, and parts with a weight")
     spans, start = [], 0
@@ -50,16 +55,25 @@ def check_others(turn: dict[str, Any], where: str) -> None:
     """
     parts = _of_parts(turn, where)
     if parts is not None or _of_message(turn, where) not in (0, 1):
-        what, fix = "only the assistant's messages can have weights of the loss", "remove the weight"
-        raise BadRow("malformed", what, where, fix=fix)
+        raise BadRow(
+            "malformed",
+            "only the assistant's messages can have weights of the loss",
+            where,
+            fix="remove the weight",
+        )
 
 
 def _of_message(turn: dict[str, Any], where: str) -> float:
     """Return the weight by the keys `train` (true or false), `weight` and `loss_weight`."""
     given = {key: turn[key] for key in KEYS if turn.get(key) is not None}
     if FLAG in given and given[FLAG] not in (0, 1):
-        what, expected = "the flag to train on a message has a wrong value", "true or false, 1 or 0"
-        raise BadRow("malformed", what, where, found=short(given[FLAG]), expected=expected)
+        raise BadRow(
+            "malformed",
+            "the flag to train on a message has a wrong value",
+            where,
+            found=short(given[FLAG]),
+            expected="true or false, 1 or 0",
+        )
     numbers = {_number(given[key], where) for key in NUMBERS if key in given}
     weight = next(iter(numbers), float(given.get(FLAG, True)))
     if len(numbers) > 1 or (FLAG in given and bool(given[FLAG]) != bool(weight)):
@@ -79,9 +93,13 @@ def _of_parts(turn: dict[str, Any], where: str) -> list[tuple[str, float | None]
             text = part if isinstance(part, str) else part.get("text", part.get("value"))
             found.append((text, None if weight is None else _number(weight, where)))
         elif weight is not None:
-            what = "only a part of text can have a weight of the loss"
-            fix = "write the weight of the whole message"
-            raise BadRow("malformed", what, where, found=short(part.get("type")), fix=fix)
+            raise BadRow(
+                "malformed",
+                "only a part of text can have a weight of the loss",
+                where,
+                found=short(part.get("type")),
+                fix="write the weight of the whole message",
+            )
     return found
 
 
@@ -94,8 +112,9 @@ def _weight_of_part(part: object) -> Any:
 def _number(value: object, where: str) -> float:
     if isinstance(value, int | float) and (value == 0 or SMALLEST <= value <= 1):  # NaN is neither
         return float(value)
-    what = "the weight of the loss has a wrong value"
-    raise BadRow("malformed", what, where, found=short(value), expected=RANGE)
+    raise BadRow(
+        "malformed", "the weight of the loss has a wrong value", where, found=short(value), expected=RANGE
+    )
 
 
 def _contradict(where: str, found: str) -> BadRow:

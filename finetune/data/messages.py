@@ -178,8 +178,13 @@ def _without_reasoning(content: str, where: str) -> str:
     """Remove the reasoning between `<think>` and `</think>` from an answer."""
     content = THINKING.sub("", content) if "</think>" in content else content
     if content.lstrip().startswith("<think>"):
-        what, fix = "`reasoning: cut` needs the end of the reasoning", "add `</think>` to the message"
-        raise BadRow("malformed", what, where, found=short(content), fix=fix)
+        raise BadRow(
+            "malformed",
+            "`reasoning: cut` needs the end of the reasoning",
+            where,
+            found=short(content),
+            fix="add `</think>` to the message",
+        )
     return content
 
 
@@ -241,8 +246,7 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", function.get("parameters"))
     arguments = json_of(arguments or {}, "a tool call's arguments", where) or {}
     if not isinstance(arguments, dict):
-        what = "a tool call's arguments must be a mapping"
-        raise BadRow("malformed", what, where, found=short(arguments))
+        raise BadRow("malformed", "a tool call's arguments must be a mapping", where, found=short(arguments))
     more = {"id": parsed["id"]} if parsed.get("id") else {}
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
 
@@ -275,7 +279,12 @@ def _check_order(messages: list[Message], where: str) -> None:
             what = f"the role {role} is not allowed " + (
                 f"after {before}" if before else "in the first message"
             )
-            expected = "user and assistant in turn, after at most one system message"
-            raise BadRow("role_order", what, where, found=shown, expected=expected)
+            raise BadRow(
+                "role_order",
+                what,
+                where,
+                found=shown,
+                expected="user and assistant in turn, after at most one system message",
+            )
     if roles[-1:] != ["assistant"]:
         raise BadRow("unanswered", "the last message is not from the assistant", where, found=shown)

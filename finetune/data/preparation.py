@@ -150,9 +150,17 @@ def _read_back(folder: Path) -> dict[str, Any]:
     else:
         why = "the folder is gone"
     if found is None:
-        what, fix = "the cache can't read back the data that it stored", "set data.cache_dir to another disk"
-        problem = Problem(what, "data.cache_dir", str(folder), why, fix=fix, code="cache")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "the cache can't read back the data that it stored",
+                "data.cache_dir",
+                where=str(folder),
+                found=why,
+                fix="set data.cache_dir to another disk",
+                code="cache",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     return found
 
 
@@ -364,8 +372,14 @@ def sequences(data: Data, audit: Audit, times: list[NDArray[np.int64]]) -> Seque
     """
     order = np.repeat(np.arange(len(audit.lengths)), np.concatenate(times))
     if not len(order):
-        what, fix = "the weights of the sources select no example", "weight: 1"
-        raise UserError(Problem(what, "data.name", fix=fix, code="data-empty"))
+        raise UserError(
+            Problem(
+                "the weights of the sources select no example",
+                "data.name",
+                fix="weight: 1",
+                code="data-empty",
+            )
+        )
     if not data.packing:
         return Sequences(order, np.ones_like(order), 1.0)
     lengths = np.frombuffer(audit.lengths, np.int32)[order]

@@ -124,10 +124,18 @@ def owner_of(folder: Path) -> str:
 
 def _refuse_strangers(folder: Path, owner: int) -> None:
     if owner not in (os.geteuid(), 0) and folder.parent.stat().st_mode & stat.S_IWOTH:
-        what, found = f"finetune does not trust the cache {folder}", f"the folder belongs to user {owner}"
         why, fix = "everybody can write to the folder above it", "set data.cache_dir or $FINETUNE_CACHE"
         fix, key = f"{fix} to a folder of yours", "data.cache_dir"
-        raise UserError(Problem(what, key, found=found, fix=fix, why=why, code="cache"))
+        raise UserError(
+            Problem(
+                f"finetune does not trust the cache {folder}",
+                key,
+                found=f"the folder belongs to user {owner}",
+                fix=fix,
+                why=why,
+                code="cache",
+            )
+        )
 
 
 def publish(building: Path, folder: Path) -> None:
@@ -158,9 +166,16 @@ def _remove(folder: Path) -> None:
     except FileNotFoundError:  # another process was faster
         return
     except OSError as error:
-        what, fix = "finetune can't replace damaged data in the cache", f"rm -r {folder}"
-        key, reason = "data.cache_dir", str(error.strerror)
-        raise UserError(Problem(what, key, str(folder), reason, fix=fix, code="cache")) from None
+        raise UserError(
+            Problem(
+                "finetune can't replace damaged data in the cache",
+                "data.cache_dir",
+                where=str(folder),
+                found=str(error.strerror),
+                fix=f"rm -r {folder}",
+                code="cache",
+            )
+        ) from None
     if aside.is_symlink() or not aside.is_dir():
         aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)

@@ -89,17 +89,30 @@ def check_size(path: Path, limits: Limits) -> None:
 
 def too_long(where: str, limits: Limits) -> UserError:
     """Return the error for an example with too many bytes."""
-    expected = f"at most {limits.example:,} bytes"
-    fix, what = f"data.max_example_bytes: {2 * limits.example}", "an example is too large to read into memory"
-    why = "a damaged or harmful file can have an example of any size"
-    return UserError(Problem(what, where=where, expected=expected, fix=fix, why=why, code="data-size"))
+    return UserError(
+        Problem(
+            "an example is too large to read into memory",
+            where=where,
+            expected=f"at most {limits.example:,} bytes",
+            fix=f"data.max_example_bytes: {2 * limits.example}",
+            why="a damaged or harmful file can have an example of any size",
+            code="data-size",
+        )
+    )
 
 
 def expands(path: Path, limit: int) -> UserError:
     """Return the error for a file that expands to too many bytes."""
-    what, expected = "the uncompressed file is too large", f"at most {limit:,} bytes"
-    fix, why = f"data.max_uncompressed_bytes: {10 * limit}", "a small harmful file can expand without end"
-    return UserError(Problem(what, where=str(path), expected=expected, fix=fix, why=why, code="data-size"))
+    return UserError(
+        Problem(
+            "the uncompressed file is too large",
+            where=str(path),
+            expected=f"at most {limit:,} bytes",
+            fix=f"data.max_uncompressed_bytes: {10 * limit}",
+            why="a small harmful file can expand without end",
+            code="data-size",
+        )
+    )
 
 
 class XzFile:

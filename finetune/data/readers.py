@@ -81,9 +81,16 @@ def _json(path: Path, limits: Limits) -> Rows:
         line = lines[number - 1] + "\n" * (number < len(lines))
         raise UserError(_not_json(path, number, line, error).problem) from None
     if isinstance(values, dict) and hints.of_columns(values):
-        what, expected = "the file is one JSON object of columns", "an array of objects, one for each example"
-        found, fix = ", ".join(values)[:60], 'with pandas: to_json(..., orient="records")'
-        raise UserError(Problem(what, "", str(path), found, expected, fix, code="data-format"))
+        raise UserError(
+            Problem(
+                "the file is one JSON object of columns",
+                where=str(path),
+                found=", ".join(values)[:60],
+                expected="an array of objects, one for each example",
+                fix='with pandas: to_json(..., orient="records")',
+                code="data-format",
+            )
+        )
     escapes, rows = may_hold_surrogates(content), values if array else [values]
     for index, value in enumerate(rows):
         yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes, len(content))
@@ -111,18 +118,28 @@ def _large_json(path: Path, limits: Limits) -> Rows:
                 text, at, ended, separator = (text[at:] + more).lstrip(), 0, not more, ","
                 continue
             if fault:
-                what, where = f"not valid JSON: {fault}", f"{path}[{index}]"
-                fix = f"correct the JSON, or save the examples as JSON Lines ({path.stem}.jsonl)"
                 raise UserError(
-                    Problem(what, where=where, found=text[at : at + 60], fix=fix, code="data-format")
+                    Problem(
+                        f"not valid JSON: {fault}",
+                        where=f"{path}[{index}]",
+                        found=text[at : at + 60],
+                        fix=f"correct the JSON, or save the examples as JSON Lines ({path.stem}.jsonl)",
+                        code="data-format",
+                    )
                 )
             yield checked_row(value, f"{path}[{index}]", True, end - at)
             at, index = end, index + 1
         rest = (text[at:] + file.read(_CHUNK)).strip()
         if rest:
-            what = "the file has more text after the JSON array"
-            fix = "put all examples into one array, or save them as JSON Lines"
-            raise UserError(Problem(what, where=str(path), found=rest[:60], fix=fix, code="data-format"))
+            raise UserError(
+                Problem(
+                    "the file has more text after the JSON array",
+                    where=str(path),
+                    found=rest[:60],
+                    fix="put all examples into one array, or save them as JSON Lines",
+                    code="data-format",
+                )
+            )
 
 
 def _next_of_array(text: str, at: int) -> tuple[Any, int, str, str]:
@@ -167,9 +184,15 @@ def _csv(path: Path, limits: Limits) -> Rows:
                     yield Row(dict(zip(names, fields, strict=True)), where)
                 elif fields:
                     expected, found = f"{len(names)} fields", str(len(fields))
-                    what = "the line has another number of fields than the header"
                     found, fix = f"{found} field{'s' * (len(fields) != 1)}", QUOTES
-                    yield BadRow("unreadable", what, where, expected=expected, found=found, fix=fix)
+                    yield BadRow(
+                        "unreadable",
+                        "the line has another number of fields than the header",
+                        where,
+                        expected=expected,
+                        found=found,
+                        fix=fix,
+                    )
         except UnicodeDecodeError:
             raise UserError(_where_not_utf8(path).problem) from None
 
@@ -182,13 +205,22 @@ def _header(reader: Iterator[list[str]], path: Path) -> list[str]:
         with path.open(encoding="utf-8-sig") as file:
             names = [file.readline(_CHUNK).rstrip()]
         what, expected, fix = hints.separator(names) or (f"not valid CSV: {error}", "", "")
-        where, found = f"{path}:1", names[0][:60]
-        raise UserError(Problem(what, "", where, found, expected, fix, code="data-format")) from None
+        raise UserError(
+            Problem(
+                what, where=f"{path}:1", found=names[0][:60], expected=expected, fix=fix, code="data-format"
+            )
+        ) from None
     if len(set(names)) < len(names):
-        what, found = "two columns have the same name", ", ".join(names)
-        fix = f"rename one of the columns in the first line of {path.name}"
-        why = "a recipe names a column by its name"
-        raise UserError(Problem(what, where=f"{path}:1", found=found, fix=fix, why=why, code="data-format"))
+        raise UserError(
+            Problem(
+                "two columns have the same name",
+                where=f"{path}:1",
+                found=", ".join(names),
+                fix=f"rename one of the columns in the first line of {path.name}",
+                why="a recipe names a column by its name",
+                code="data-format",
+            )
+        )
     if len(names) > MOST_VALUES:
         raise UserError(too_many_values(f"{path}:1").problem)
     if wrong := hints.separator(names):
@@ -220,9 +252,15 @@ def _columnar_errors(path: Path) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         found = (str(error).splitlines() or [""])[0]
         kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
-        what = f"the file is damaged or is not {kind} file"
-        fix = "copy or download the file again"
-        raise UserError(Problem(what, where=str(path), found=found, fix=fix, code="data-format")) from error
+        raise UserError(
+            Problem(
+                f"the file is damaged or is not {kind} file",
+                where=str(path),
+                found=found,
+                fix="copy or download the file again",
+                code="data-format",
+            )
+        ) from error
 
 
 def _tar(path: Path, limits: Limits) -> Rows:
@@ -236,18 +274,28 @@ def _tar(path: Path, limits: Limits) -> Rows:
             for name, group in groupby(_members(archive, path, limits), key=itemgetter(0)):
                 yield _sample(group, f"{path}!{name}")
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RecursionError) as error:
-        what = "the file is damaged or is not a tar file"
-        fix = "copy or download the file again"
         raise UserError(
-            Problem(what, where=str(path), found=str(error), fix=fix, code="data-format")
+            Problem(
+                "the file is damaged or is not a tar file",
+                where=str(path),
+                found=str(error),
+                fix="copy or download the file again",
+                code="data-format",
+            )
         ) from error
     # Tarfile accepts an archive that ends after a header, so check for the final zero block
     with path.open("rb") as file:
         plain = file.read(262)[257:] == b"ustar"
         file.seek(-min(512, path.stat().st_size), 2)
         if plain and any(file.read()):
-            what, fix = "the tar file is cut off", "copy or download the file again"
-            raise UserError(Problem(what, where=str(path), fix=fix, code="data-format"))
+            raise UserError(
+                Problem(
+                    "the tar file is cut off",
+                    where=str(path),
+                    fix="copy or download the file again",
+                    code="data-format",
+                )
+            )
 
 
 MOST_WITHOUT_CONTENT = 10_000  # folders and links in a row, without a file between them
@@ -261,10 +309,15 @@ def _members(archive: Any, path: Path, limits: Limits) -> Iterator[tuple[str, st
         opened = archive.extractfile(member) if member.isfile() else None
         others = 0 if opened else others + 1
         if others > MOST_WITHOUT_CONTENT:
-            what = "the tar file has too many folders and links without a file between them"
-            expected = f"at most {MOST_WITHOUT_CONTENT:,}"
-            fix = "pack the files again without empty folders and links"
-            raise UserError(Problem(what, where=str(path), expected=expected, fix=fix, code="data-size"))
+            raise UserError(
+                Problem(
+                    "the tar file has too many folders and links without a file between them",
+                    where=str(path),
+                    expected=f"at most {MOST_WITHOUT_CONTENT:,}",
+                    fix="pack the files again without empty folders and links",
+                    code="data-size",
+                )
+            )
         if opened:
             stem, _, kind = Path(member.name).name.partition(".")
             name = str(Path(member.name).parent / stem)
@@ -355,8 +408,12 @@ def _where_not_utf8(path: Path) -> BadRow:
 
 def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
     like = "UTF-16" if content.startswith(UTF_16) or b"\0" in content[:80] else "Windows-1252"
-    fix = f"save the file as UTF-8 (it looks like {like})"
-    return BadRow("unreadable", "the line is not UTF-8", f"{path}:{line}, byte {offset}", fix=fix)
+    return BadRow(
+        "unreadable",
+        "the line is not UTF-8",
+        f"{path}:{line}, byte {offset}",
+        fix=f"save the file as UTF-8 (it looks like {like})",
+    )
 
 
 def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionError) -> BadRow:

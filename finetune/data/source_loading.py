@@ -158,8 +158,15 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
             for row in islice((row for row in read(source, "data.name") if isinstance(row, Row)), 1):
                 detect(row, by_columns)
         what, number = "the validation set would take all examples", len(set(digests))
-        found, fix = f"{number} different example{'s' * (number != 1)}", _one_text(data)
-        raise UserError(Problem(what, "data.validation_fraction", found=found, fix=fix, code="data-empty"))
+        raise UserError(
+            Problem(
+                what,
+                "data.validation_fraction",
+                found=f"{number} different example{'s' * (number != 1)}",
+                fix=_one_text(data),
+                code="data-empty",
+            )
+        )
     return drawn
 
 
@@ -279,13 +286,16 @@ def check_disjoint(data: Data) -> None:
         return
     held_out = files(data.validation, "data.validation")
     if held_out is None:
-        what, fix = (
-            "the validation set must be a local file",
-            "data.validation_fraction: 0.1, and remove `validation`",
+        raise UserError(
+            Problem(
+                "the validation set must be a local file",
+                "data.validation",
+                found=data.validation,
+                expected="a file or a folder",
+                fix="data.validation_fraction: 0.1, and remove `validation`",
+                code="data-not-found",
+            )
         )
-        expected = "a file or a folder"
-        found, code = data.validation, "data-not-found"
-        raise UserError(Problem(what, "data.validation", "", found, expected, fix, code=code))
     trained = set()
     for source in sources(data):
         # Reading the sources reports missing files. A run folder that was moved does not need them.
@@ -293,12 +303,15 @@ def check_disjoint(data: Data) -> None:
             trained |= {path.resolve() for path in files_of(source, "data.name") or ()}
     both = trained & {path.resolve() for path in held_out}
     if both:
-        what, found = (
-            "a file is in the training set and in the validation set",
-            ", ".join(map(str, sorted(both))),
+        raise UserError(
+            Problem(
+                "a file is in the training set and in the validation set",
+                "data.validation",
+                found=", ".join(map(str, sorted(both))),
+                fix="list the training files one by one in data.name",
+                code="recipe-conflict",
+            )
         )
-        fix = "list the training files one by one in data.name"
-        raise UserError(Problem(what, "data.validation", found=found, fix=fix, code="recipe-conflict"))
 
 
 def files_of(source: Source, key: str) -> list[Path] | None:
@@ -321,9 +334,15 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
     if not (local_path(name) or in_a_folder):
         return None
     if not can_be_path(str(path)):
-        what = "this text can't be a path"
-        fix = "name a file, such as data/train.jsonl"
-        raise UserError(Problem(what, key, found=name[:200], fix=fix, code="data-not-found"))
+        raise UserError(
+            Problem(
+                "this text can't be a path",
+                key,
+                found=name[:200],
+                fix="name a file, such as data/train.jsonl",
+                code="data-not-found",
+            )
+        )
     matches = [path]
     if any(mark in name for mark in "*?[") and not os.path.exists(
         path
@@ -333,8 +352,15 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
     if missing or not matches:
         what, found = f"the file {name} does not exist", f"looked in {Path.cwd()} and in the recipe's folder"
         near = similar_files(path)
-        fix = f"{key}: {near}" if near else "correct the path; it starts at one of these folders"
-        raise UserError(Problem(what, key, found=found, fix=fix, code="data-not-found"))
+        raise UserError(
+            Problem(
+                what,
+                key,
+                found=found,
+                fix=f"{key}: {near}" if near else "correct the path; it starts at one of these folders",
+                code="data-not-found",
+            )
+        )
     paths = matches
     if all(map(os.path.isdir, matches)):
         paths = list(chain.from_iterable(choose_files(folder, key, split).read for folder in matches))
@@ -343,10 +369,17 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
     for entry in paths:
         check_regular(entry, key)
         if entry.suffix not in READERS:
-            why = "such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
-            expected, what = ", ".join(READERS), f"finetune can't read the type of {entry.name}"
-            fix, found = hints.file(entry.suffix), entry.suffix
-            raise UserError(Problem(what, key, "", found, expected, fix, why=why, code="data-format"))
+            raise UserError(
+                Problem(
+                    f"finetune can't read the type of {entry.name}",
+                    key,
+                    found=entry.suffix,
+                    expected=", ".join(READERS),
+                    fix=hints.file(entry.suffix),
+                    why="such a file can run code when it is opened" if entry.suffix in RUNS_CODE else "",
+                    code="data-format",
+                )
+            )
     return paths
 
 
@@ -355,8 +388,14 @@ def _nothing_to_read(folder: Path, key: str) -> Problem:
     others = [path.name for path in sorted(below) if os.path.isfile(path)]
     fix = next((fix for name in others if (fix := hints.file(Path(name).suffix))), "")
     what, found = f"the folder {folder} has no data file", ", ".join(others[:MAX_SHOWN])
-    expected = ", ".join(READERS)
-    return Problem(what, key, "", found or "an empty folder", expected, fix, code="data-not-found")
+    return Problem(
+        what,
+        key,
+        found=found or "an empty folder",
+        expected=", ".join(READERS),
+        fix=fix,
+        code="data-not-found",
+    )
 
 
 def passed_by(data: Data) -> dict[str, list[str]]:
@@ -431,13 +470,16 @@ def read(source: Source, key: str) -> Rows:
             yield row
     if empty:
         header = any(path.suffix == ".csv" and path.stat().st_size for path in paths)
-        what, why = (
-            "the data has no example",
-            "the first line of a csv file names the columns" if header else "",
+        raise UserError(
+            Problem(
+                "the data has no example",
+                key,
+                found=", ".join(map(str, paths)),
+                why="the first line of a csv file names the columns" if header else "",
+                fix="add examples to the file, or name another file",
+                code="data-empty",
+            )
         )
-        found = ", ".join(map(str, paths))
-        fix = "add examples to the file, or name another file"
-        raise UserError(Problem(what, key, found=found, why=why, fix=fix, code="data-empty"))
 
 
 def examples(
@@ -522,5 +564,13 @@ def _not_loaded(source: Source, error: Exception) -> UserError:
         code, fix = Exit.INPUT, "set data.subset and data.split to a subset and a split of the dataset"
         if "scripts" in said:
             fix = "data.revision: refs/convert/parquet"
-    what, found = "finetune can't load the dataset from the Hub", f"{hub_name(source)}: {said}"
-    return UserError(Problem(what, "data.name", found=found, fix=fix, code="hub"), code=code)
+    return UserError(
+        Problem(
+            "finetune can't load the dataset from the Hub",
+            "data.name",
+            found=f"{hub_name(source)}: {said}",
+            fix=fix,
+            code="hub",
+        ),
+        code=code,
+    )

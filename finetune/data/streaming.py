@@ -119,27 +119,51 @@ def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -
         own = rows.shard(ranks, index)
         encoded = own.map(block, batched=True, batch_size=1, remove_columns=RAW)
         if next(iter(encoded), None) is None:
-            what = f"process {index} of {ranks} gets no example to train on"
-            fix = "data.streaming: false, or start fewer processes"
-            raise UserError(Problem(what, "data.name", fix=fix, code="data-empty"))
+            raise UserError(
+                Problem(
+                    f"process {index} of {ranks} gets no example to train on",
+                    "data.name",
+                    fix="data.streaming: false, or start fewer processes",
+                    code="data-empty",
+                )
+            )
 
 
 def check(data: Data) -> None:
     """Raise a UserError for settings that streaming does not support, before anything is read (exit 2)."""
     problems = []
     if data.validation_fraction is not None:
-        what, why = "this key excludes `data.streaming: true`", "the number of examples is not known"
-        found, fix = f"{data.validation_fraction:g}", "data.validation: <a file>, or data.streaming: false"
-        key, code = "data.validation_fraction", "recipe-conflict"
-        problems.append(Problem(what, key, found=found, fix=fix, why=why, code=code))
+        problems.append(
+            Problem(
+                "this key excludes `data.streaming: true`",
+                "data.validation_fraction",
+                found=f"{data.validation_fraction:g}",
+                fix="data.validation: <a file>, or data.streaming: false",
+                why="the number of examples is not known",
+                code="recipe-conflict",
+            )
+        )
     for source in source_loading.sources(data):
         if source.weight % 1:
-            what, found = "streaming needs weights that are integers", f"weight {source.weight:g}"
-            fix = f"weight: {max(1, round(source.weight))}"
-            problems.append(Problem(what, "data.name", found=found, fix=fix, code="recipe-conflict"))
+            problems.append(
+                Problem(
+                    "streaming needs weights that are integers",
+                    "data.name",
+                    found=f"weight {source.weight:g}",
+                    fix=f"weight: {max(1, round(source.weight))}",
+                    code="recipe-conflict",
+                )
+            )
         if source_loading.files_of(source, "data.name") is None:
-            what, fix = "finetune can't stream datasets of the Hub", "data.streaming: false"
-            problems.append(Problem(what, "data.name", found=source.name, fix=fix, code="recipe-conflict"))
+            problems.append(
+                Problem(
+                    "finetune can't stream datasets of the Hub",
+                    "data.name",
+                    found=source.name,
+                    fix="data.streaming: false",
+                    code="recipe-conflict",
+                )
+            )
     if problems:
         raise UserError(*problems)
 
@@ -213,10 +237,18 @@ def refuse_weights(documents: list[tuple[str, Encoded]]) -> None:
     """Raise a UserError if a document of a stream has weights of the loss (exit 2)."""
     where = next((where for where, document in documents if document.weights), "")
     if where:
-        what = "this example has weights of the loss, and the first examples of the stream have none"
-        why = f"finetune decides by the first {AUDITED:,} examples whether it reads weights"
-        fix = "data.streaming: false, or move an example with a weight between 0 and 1 to the beginning"
-        raise UserError(Problem(what, "data.streaming", where, fix=fix, why=why, code="data-example"))
+        raise UserError(
+            Problem(
+                "this example has weights of the loss, and the first examples of the stream have none",
+                "data.streaming",
+                where=where,
+                fix=(
+                    "data.streaming: false, or move an example with a weight between 0 and 1 to the beginning"
+                ),
+                why=f"finetune decides by the first {AUDITED:,} examples whether it reads weights",
+                code="data-example",
+            )
+        )
 
 
 def _shards(data: Data, seed: int) -> list[Shard]:

@@ -247,9 +247,14 @@ def agree(facts: dict[str, str]) -> None:
         odd = next(rank for rank, rank_facts in enumerate(by_rank) if rank_facts.get(name) != first)
         lines = [f"rank {rank}: {str(by_rank[rank].get(name, 'nothing'))[:LONGEST]}" for rank in (0, odd)]
         values.append(f"{name}: {', '.join(lines)}")
-    what = f"the processes of this launch differ in {', '.join(differ)}"
-    fix = "use the same recipe, command, data, checkout and environment on every machine"
-    raise UserError(Problem(what, found="; ".join(values), fix=fix, code="launch-config"))
+    raise UserError(
+        Problem(
+            f"the processes of this launch differ in {', '.join(differ)}",
+            found="; ".join(values),
+            fix="use the same recipe, command, data, checkout and environment on every machine",
+            code="launch-config",
+        )
+    )
 
 
 def on_one_disk(folder: Path) -> None:
@@ -270,10 +275,16 @@ def on_one_disk(folder: Path) -> None:
     if main():
         safe_files.remove(folder, SEEN)
     if blind:
-        what, fix = "some machines of this launch do not see the run folder", "use a folder on a shared disk"
-        found = f"rank 0 wrote to {folder.absolute()}, and {', '.join(blind)} can't read the file"
-        problem = Problem(what, "train.output_dir", found=found, fix=fix, code="run-folder")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "some machines of this launch do not see the run folder",
+                "train.output_dir",
+                found=f"rank 0 wrote to {folder.absolute()}, and {', '.join(blind)} can't read the file",
+                fix="use a folder on a shared disk",
+                code="run-folder",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def appears(path: Path, holds: str | None = None) -> bool:

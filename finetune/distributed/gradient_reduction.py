@@ -68,7 +68,9 @@ def add_run_check(wrapped: nn.Module | None, exchanged: int, checks: RunChecks) 
     sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
     buckets = [int(size) for size in sizes.split(",")]
     trained = [p for p in wrapped.parameters() if p.requires_grad]
-    expected = f"{sum(p.nbytes for p in trained)} bytes of {len(trained)} trained tensors"
-    actual = f"{sum(buckets)} bytes of {data['num_parameter_tensors']} trained tensors"
-    how = f"{len(buckets)} buckets, as DDP reports them"
-    checks.add("gradients all-reduced", expected, actual, how)
+    checks.add(
+        "gradients all-reduced",
+        expected=f"{sum(p.nbytes for p in trained)} bytes of {len(trained)} trained tensors",
+        actual=f"{sum(buckets)} bytes of {data['num_parameter_tensors']} trained tensors",
+        how=f"{len(buckets)} buckets, as DDP reports them",
+    )

@@ -68,10 +68,15 @@ def check_numbers() -> None:
     for name in wrong:
         del os.environ[name]
     if wrong:
-        what, fix = "a variable of the launcher is not a number", f"unset {' '.join(wrong)}"
-        found = ", ".join(f"{name}={value!r}" for name, value in wrong.items())[:200]
-        problem = Problem(what, found=found, fix=fix, code="launch-config")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "a variable of the launcher is not a number",
+                found=", ".join(f"{name}={value!r}" for name, value in wrong.items())[:200],
+                fix=f"unset {' '.join(wrong)}",
+                code="launch-config",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def on(name: str) -> bool:
@@ -206,11 +211,16 @@ def timeout_seconds() -> int:
     """Return the seconds that a process waits for others before it raises an error (default: 1800)."""
     setting = said(TIMEOUT, "1800")
     if not setting.isdecimal() or int(setting) < 1:
-        what, texts = (
-            "the timeout must be an integer number of seconds",
-            {"found": setting, "expected": "1 or more"},
+        raise UserError(
+            Problem(
+                "the timeout must be an integer number of seconds",
+                TIMEOUT,
+                found=setting,
+                expected="1 or more",
+                fix=f"{TIMEOUT}=600",
+                code="value-range",
+            )
         )
-        raise UserError(Problem(what, TIMEOUT, **texts, fix=f"{TIMEOUT}=600", code="value-range"))
     return int(setting)
 
 

@@ -197,8 +197,12 @@ def answer(talk: Talk, text: str) -> dict[str, str]:
 
             said[voice.name] = respond(talk, voice, [*given, *voice.history, user_turn], heard)
             if not live:
-                answered = f"{SHOWN[voice.name]}: {visible_lines(said[voice.name])}"
-                talk.console.print(answered, markup=False, emoji=False, soft_wrap=True)
+                talk.console.print(
+                    f"{SHOWN[voice.name]}: {visible_lines(said[voice.name])}",
+                    markup=False,
+                    emoji=False,
+                    soft_wrap=True,
+                )
     for voice in voices:
         voice.history += [user_turn, {"role": "assistant", "content": said[voice.name]}]
     return said
@@ -219,10 +223,15 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     (ids,) = talk.encoder.prompts([row])
     longest = token_limits.positions(voice.weights.config)
     if longest and len(ids) >= longest:
-        what = f"the {'conversation' if voice.history else 'prompt'} is too long for the model"
-        texts = {"found": f"{len(ids):,} tokens", "expected": f"fewer than {longest:,} tokens"}
-        fix = "type /reset to start a new conversation" if voice.history else "type a shorter prompt"
-        raise UserError(Problem(what, **texts, fix=fix, code="token-limit"))
+        raise UserError(
+            Problem(
+                f"the {'conversation' if voice.history else 'prompt'} is too long for the model",
+                found=f"{len(ids):,} tokens",
+                expected=f"fewer than {longest:,} tokens",
+                fix="type /reset to start a new conversation" if voice.history else "type a shorter prompt",
+                code="token-limit",
+            )
+        )
     drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
     config = GenerationConfig(
         **drawn,

@@ -20,9 +20,13 @@ def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Launch
     """
     recipe = run_folder.recipe_of(run, overrides)
     if gpu_room.too_large(recipe.model, reopen.setup_of(recipe)):
-        reason = f"the base model does not fit on one GPU, so one process uses all {machine.count} GPUs"
-        return LaunchChoice("", reason, 1)
+        return LaunchChoice(
+            "", f"the base model does not fit on one GPU, so one process uses all {machine.count} GPUs", 1
+        )
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
         return LaunchChoice("", "vLLM runs in one process", 1)
-    reason = f"each of {machine.count} GPUs has the whole base model and a part of the examples"
-    return LaunchChoice("ddp_8", reason, machine.count)
+    return LaunchChoice(
+        "ddp_8",
+        f"each of {machine.count} GPUs has the whole base model and a part of the examples",
+        machine.count,
+    )

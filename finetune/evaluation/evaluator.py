@@ -67,8 +67,15 @@ def run(
     folder = run_folder.open_run(path)
     if not os.access(folder.path, os.W_OK):
         what, why = "finetune can't write to the run folder", "the evaluation stores its results there"
-        fix = "copy the run folder to a writable place and evaluate the copy"
-        raise UserError(Problem(what, where=str(folder.path), fix=fix, why=why, code="path"))
+        raise UserError(
+            Problem(
+                what,
+                where=str(folder.path),
+                fix="copy the run folder to a writable place and evaluate the copy",
+                why=why,
+                code="path",
+            )
+        )
     recipe = run_folder.recipe_of(folder, overrides)
     for name in run_folder.EVALUATIONS:
         folder.found(name)  # report a damaged file now, not after hours of evaluation

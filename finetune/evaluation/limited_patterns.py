@@ -38,10 +38,15 @@ class LimitedPattern:
         try:
             return match(text, timeout=SECONDS)
         except TimeoutError:
-            what = f"the regular expression needs more than {SECONDS:g} s for one answer"
-            fix = "rewrite the pattern without nested repeats such as (a+)+"
-            texts = {"found": self.pattern[:200], "fix": fix, "code": "eval-task"}
-            raise UserError(Problem(what, "eval.tasks", **texts)) from None
+            raise UserError(
+                Problem(
+                    f"the regular expression needs more than {SECONDS:g} s for one answer",
+                    "eval.tasks",
+                    found=self.pattern[:200],
+                    fix="rewrite the pattern without nested repeats such as (a+)+",
+                    code="eval-task",
+                )
+            ) from None
 
 
 def problems(pattern: str, key: str, where: str) -> list[Problem]:
@@ -51,7 +56,15 @@ def problems(pattern: str, key: str, where: str) -> list[Problem]:
     try:
         regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError, MemoryError) as error:
-        why = str(error) or type(error).__name__
-        texts = {"why": why, "fix": "correct the pattern", "code": "eval-task"}
-        return [Problem("the pattern is not a valid regular expression", key, where, pattern[:200], **texts)]
+        return [
+            Problem(
+                "the pattern is not a valid regular expression",
+                key,
+                where=where,
+                found=pattern[:200],
+                why=str(error) or type(error).__name__,
+                fix="correct the pattern",
+                code="eval-task",
+            )
+        ]
     return []

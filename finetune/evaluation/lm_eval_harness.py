@@ -88,18 +88,32 @@ def check(settings: Eval, requested: Model | None = None) -> dict[str, Iterable[
             loaded = _loaded(TaskManager(include_defaults=known), theirs)
         for name, task in loaded.items():
             if getattr(task, "UNSAFE_CODE", False):
-                what, why = f"the task `{name}` is not allowed", "it runs code that the model writes"
-                fix = "remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox"
-                raise UserError(Problem(what, "eval.tasks", fix=fix, why=why, code="eval-task"))
+                raise UserError(
+                    Problem(
+                        f"the task `{name}` is not allowed",
+                        "eval.tasks",
+                        fix=(
+                            "remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox"
+                        ),
+                        why="it runs code that the model writes",
+                        code="eval-task",
+                    )
+                )
             counts[name] = len(task.eval_docs)
             metrics[name] = metric_names(task)
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
     if few:
-        what = "a task has fewer examples than the launch has processes"
-        found, expected = ", ".join(few), f"at least {ranks} examples"
-        fix = "run one process with CUDA_VISIBLE_DEVICES=0, or add examples"
-        texts = {"why": "each process needs an example", "code": "eval-task"}
-        raise UserError(Problem(what, "eval.tasks", "", found, expected, fix, **texts))
+        raise UserError(
+            Problem(
+                "a task has fewer examples than the launch has processes",
+                "eval.tasks",
+                found=", ".join(few),
+                expected=f"at least {ranks} examples",
+                fix="run one process with CUDA_VISIBLE_DEVICES=0, or add examples",
+                why="each process needs an example",
+                code="eval-task",
+            )
+        )
     return metrics
 
 
@@ -146,10 +160,16 @@ def _build_requests(task: Task, settings: Eval, tokenizer: PreTrainedTokenizerBa
 
 
 def _failure(error: Exception, tasks: str) -> UserError:
-    said = str(error)[:300] or type(error).__name__
-    what, fix = f"lm-eval failed in {tasks}", "correct the values in the task file, or set eval.tasks: []"
-    why = "lm-eval raised this error; --debug shows where"
-    return UserError(Problem(what, "eval.tasks", found=said, fix=fix, why=why, code="eval-task"))
+    return UserError(
+        Problem(
+            f"lm-eval failed in {tasks}",
+            "eval.tasks",
+            found=str(error)[:300] or type(error).__name__,
+            fix="correct the values in the task file, or set eval.tasks: []",
+            why="lm-eval raised this error; --debug shows where",
+            code="eval-task",
+        )
+    )
 
 
 def _text_of(where: str, requests: list[Any]) -> tuple[str, list[str], int, bool]:
@@ -188,19 +208,37 @@ def _loaded(manager: TaskManager, specs: list[Any]) -> dict[str, Any]:
     try:
         return manager.load(specs)["tasks"]
     except ImportError as error:
-        missing = packages.install_command(error.name or "'lm-eval[tasks]'")
-        texts = {"found": first_line(error), "fix": missing, "code": "package-missing"}
-        problem = Problem("a task needs a package that is not installed", "eval.tasks", **texts)
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                "a task needs a package that is not installed",
+                "eval.tasks",
+                found=first_line(error),
+                fix=packages.install_command(error.name or "'lm-eval[tasks]'"),
+                code="package-missing",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
     except (ConnectionError, OSError) as error:
-        fix = "check the network, or use a local task file"
-        texts = {"found": first_line(error), "fix": fix, "code": "hub"}
-        problem = Problem("lm-eval can't load the data of a task", "eval.tasks", **texts)
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                "lm-eval can't load the data of a task",
+                "eval.tasks",
+                found=first_line(error),
+                fix="check the network, or use a local task file",
+                code="hub",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
     except REFUSALS as error:
-        texts = {"found": str(error)[:300], "fix": "correct the task file, or remove the task"}
-        problem = Problem("lm-eval can't load a task", "eval.tasks", **texts, code="eval-task")
-        raise UserError(problem) from error
+        raise UserError(
+            Problem(
+                "lm-eval can't load a task",
+                "eval.tasks",
+                found=str(error)[:300],
+                fix="correct the task file, or remove the task",
+                code="eval-task",
+            )
+        ) from error
 
 
 def run(
@@ -372,9 +410,15 @@ def chat_text(
         (made,) = render(template, [(without_system, None)], prompt=not goes_on)
     text, mark, rest = made.text.rpartition(HERE.strip())
     if made.error or (goes_on and not mark):
-        found = made.error or "the rendered text does not contain the last turn"
-        what, fix = "the chat template can't render the prompts of a task", "eval.apply_chat_template: false"
-        raise UserError(Problem(what, "eval.tasks", found=found, fix=fix, code="chat-template"))
+        raise UserError(
+            Problem(
+                "the chat template can't render the prompts of a task",
+                "eval.tasks",
+                found=made.error or "the rendered text does not contain the last turn",
+                fix="eval.apply_chat_template: false",
+                code="chat-template",
+            )
+        )
     kept = rest.startswith(" ")  # otherwise the template strips spaces at the ends of turns
     return (text if kept else text.rstrip()) if goes_on else made.text
 
@@ -434,8 +478,16 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
     if f"{task}/{metric}" not in names:
         what, metric_name = "no task of the evaluation has this metric", f"{task}/{metric}"
         expected = recipe_errors.choices(metric_name, ["loss", "exact_match", *names])
-        texts = {"found": metric_name, "expected": expected, "fix": "metric_for_best_model: loss"}
-        raise UserError(Problem(what, "eval.metric_for_best_model", **texts, code="eval-setting"))
+        raise UserError(
+            Problem(
+                what,
+                "eval.metric_for_best_model",
+                found=metric_name,
+                expected=expected,
+                fix="metric_for_best_model: loss",
+                code="eval-setting",
+            )
+        )
     return float(results[task]["metrics"][metric]), results[task]["higher_is_better"][metric] is not False
 
 
@@ -491,12 +543,15 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
     pair = _rows(base, name), _rows(tuned, name)
     document_ids = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pair]
     if document_ids[0] != document_ids[1]:
-        what = f"task {name}: the base model and the fine-tuned model got different prompts"
-        found, fix = (
-            f"{len(document_ids[0]):,} and {len(document_ids[1]):,} prompts",
-            "run `finetune evaluate` again",
+        raise UserError(
+            Problem(
+                f"task {name}: the base model and the fine-tuned model got different prompts",
+                found=f"{len(document_ids[0]):,} and {len(document_ids[1]):,} prompts",
+                fix="run `finetune evaluate` again",
+                code="eval-task",
+            ),
+            code=Exit.ARTIFACT,
         )
-        raise UserError(Problem(what, found=found, fix=fix, code="eval-task"), code=Exit.ARTIFACT)
     better = after["higher_is_better"]
     sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}
     differences = {}

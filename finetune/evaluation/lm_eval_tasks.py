@@ -87,11 +87,17 @@ def check(path: Path) -> tuple[str, tuple[str, ...]]:
             try:
                 made[key](row)
             except (SyntaxError, ValueError) as error:
-                what, fix = "the template gives no list of choices", f"{key}: \"{{{{['yes', 'no']}}}}\""
-                found = f"{row}"[:200]
-                expected = "a list of strings, such as ['yes', 'no']"
-                problem = Problem(what, key, str(path), found, expected, fix, code="eval-task")
-                raise UserError(problem) from error
+                raise UserError(
+                    Problem(
+                        "the template gives no list of choices",
+                        key,
+                        where=str(path),
+                        found=f"{row}"[:200],
+                        expected="a list of strings, such as ['yes', 'no']",
+                        fix=f"{key}: \"{{{{['yes', 'no']}}}}\"",
+                        code="eval-task",
+                    )
+                ) from error
     named = [one["metric"] for one in made.get("metric_list") or ()]
     named = named or METRICS[made.get("output_type") or "generate_until"]
     filters = [one["name"] for one in made.get("filter_list") or ({"name": "none"},)]
@@ -112,20 +118,33 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
     try:
         Environment().parse(template)  # parse only, without rendering
     except TemplateSyntaxError as error:
-        what, fix = (
-            "the template is not valid Jinja",
-            f'{key}: "{{{{question}}}}", with a column of your data',
-        )
-        raise UserError(Problem(what, key, where, str(error), fix=fix, code="eval-task")) from None
+        raise UserError(
+            Problem(
+                "the template is not valid Jinja",
+                key,
+                where=where,
+                found=str(error),
+                fix=f'{key}: "{{{{question}}}}", with a column of your data',
+                code="eval-task",
+            )
+        ) from None
 
     def value(row: dict[str, Any]) -> Any:
         if template in row:
             return row[template]
         text, _, error = template_sandbox.render_row(template, row)
         if error:
-            fix, why = f"correct this example, or the template of `{key}`", "lm-eval renders each example"
-            found = f"{row}"[:200]
-            raise UserError(Problem(error, key, where, found, fix=fix, why=why, code="data-example"))
+            raise UserError(
+                Problem(
+                    error,
+                    key,
+                    where=where,
+                    found=f"{row}"[:200],
+                    fix=f"correct this example, or the template of `{key}`",
+                    why="lm-eval renders each example",
+                    code="data-example",
+                )
+            )
         if key == "doc_to_choice" or (choices and text.isdigit()):
             return ast.literal_eval(text)
         if key == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
@@ -146,17 +165,31 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the task"), str(path))
     except (OSError, ValueError) as error:
-        found, why = getattr(error, "strerror", None) or str(error), "`include` names files next to the task"
-        what, fix = "finetune can't read the task file", similar_files(path) or "correct the path"
-        problem = Problem(what, "include", str(path), found, fix=fix, why=why, code="eval-task")
-        raise UserError(problem) from None
+        raise UserError(
+            Problem(
+                "finetune can't read the task file",
+                "include",
+                where=str(path),
+                found=getattr(error, "strerror", None) or str(error),
+                fix=similar_files(path) or "correct the path",
+                why="`include` names files next to the task",
+                code="eval-task",
+            )
+        ) from None
     if document.problems:
         raise UserError(*document.problems)
     own = document.value
     if not isinstance(own, dict):
-        what, expected = "the task file is not a mapping of keys", "the keys of an lm-eval task"
-        found, fix = recipe_errors.show(own), "see docs/reference/task_files.md for all keys"
-        raise UserError(Problem(what, "", str(path), found, expected, fix, code="eval-task"))
+        raise UserError(
+            Problem(
+                "the task file is not a mapping of keys",
+                where=str(path),
+                found=recipe_errors.show(own),
+                expected="the keys of an lm-eval task",
+                fix="see docs/reference/task_files.md for all keys",
+                code="eval-task",
+            )
+        )
     named = own.pop("include", [])
     merged: dict[str, Any] = {}
     where: dict[tuple[str, ...], str] = {}
@@ -182,20 +215,40 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
 def _problems(found: dict[str, Any], where: str) -> Iterator[Problem]:
     if "group" in found or not isinstance(found.get("task"), str):
         key = "group" if "group" in found else "task"
-        what = "a group of tasks is not supported" if key == "group" else "the task has no name"
-        fix = "list each task of the group in eval.tasks" if key == "group" else "add `task: NAME`"
-        yield Problem(what, key, where, f"{found.get(key)}"[:200], "one task", fix, code="eval-task")
+        yield Problem(
+            "a group of tasks is not supported" if key == "group" else "the task has no name",
+            key,
+            where=where,
+            found=f"{found.get(key)}"[:200],
+            expected="one task",
+            fix="list each task of the group in eval.tasks" if key == "group" else "add `task: NAME`",
+            code="eval-task",
+        )
     for key, reason in task_keys.REFUSED.items():
         if found.get(key) not in (None, False):
-            texts = {"why": reason, "fix": f"remove `{key}:`", "code": "eval-task"}
-            yield Problem("a task file can't have this key", key, where, str(found[key])[:200], **texts)
+            yield Problem(
+                "a task file can't have this key",
+                key,
+                where=where,
+                found=str(found[key])[:200],
+                why=reason,
+                fix=f"remove `{key}:`",
+                code="eval-task",
+            )
     for key, text in _texts({k: v for k, v in found.items() if k not in RENDERED}):
         if key.startswith("dataset_") and "://" in text:
             yield task_data.not_fetched(key, where, text)
         if "{{" in text or "{%" in text:
-            what, expected = "this key can't hold a template", f"templates only in {', '.join(RENDERED)}"
-            fix, why = "replace the template with plain text", "lm-eval would not render it"
-            yield Problem(what, key, where, text[:80], expected, fix, why=why, code="eval-task")
+            yield Problem(
+                "this key can't hold a template",
+                key,
+                where=where,
+                found=text[:80],
+                expected=f"templates only in {', '.join(RENDERED)}",
+                fix="replace the template with plain text",
+                why="lm-eval would not render it",
+                code="eval-task",
+            )
 
 
 def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem]:
@@ -210,14 +263,26 @@ def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem
         options = {key for group in task_keys.OPTIONS.values() for key in group}
         taken, given = task_keys.OPTIONS.get(name, ()), entry.model_fields_set & options
         for key in sorted(given - set(taken)):
-            what, fix = f"`{name}` has no option `{key}`", f"remove `{key}:`"
-            expected, why = ", ".join(sorted(taken)) or "no options", "lm-eval would ignore it, or fail later"
-            yield Problem(what, f"{place}.{key}", where, key, expected, fix, why=why, code="eval-task")
+            yield Problem(
+                f"`{name}` has no option `{key}`",
+                f"{place}.{key}",
+                where=where,
+                found=key,
+                expected=", ".join(sorted(taken)) or "no options",
+                fix=f"remove `{key}:`",
+                why="lm-eval would ignore it, or fail later",
+                code="eval-task",
+            )
         for key in task_keys.NEEDED.get(name, ()):
             if getattr(entry, key) is None:
-                what, fix = f"`{name}` needs the option `{key}`", f"add `{key}:` next to `{name}`"
-                why = "lm-eval has no default for it"
-                yield Problem(what, f"{place}.{key}", where, fix=fix, why=why, code="missing-key")
+                yield Problem(
+                    f"`{name}` needs the option `{key}`",
+                    f"{place}.{key}",
+                    where=where,
+                    fix=f"add `{key}:` next to `{name}`",
+                    why="lm-eval has no default for it",
+                    code="missing-key",
+                )
         patterns = [getattr(entry, "regex_pattern", None), *(getattr(entry, "regexes_to_ignore", None) or ())]
         for pattern in filter(None, patterns):
             yield from limited_patterns.problems(pattern, place, where)
@@ -287,9 +352,17 @@ def check_registered(made: dict[str, Any]) -> None:
             "lm-eval runs only what it has registered",
         )
         known = {key: [*names] for key, _, names in named}
-        texts = {"why": why, "code": "eval-task"}
         problems = [
-            Problem(what, key, made["task"], name, recipe_errors.choices(name, known[key]), UPDATE, **texts)
+            Problem(
+                what,
+                key,
+                where=made["task"],
+                found=name,
+                expected=recipe_errors.choices(name, known[key]),
+                fix=UPDATE,
+                why=why,
+                code="eval-task",
+            )
             for key, name in missing
         ]
         raise UserError(*problems)

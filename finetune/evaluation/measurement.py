@@ -62,9 +62,16 @@ def by_vllm(
     rank = getattr(recipe.adapter, "r", None)
     plain = recipe.adapter.type in ("lora", "rslora") and recipe.model.quantization in ("auto", "none")
     if folder.weights != folder.adapter or not plain:
-        what, expected = "vLLM can't run this adapter", "type lora or rslora on a base model in bf16"
-        found = f"{recipe.adapter.type} with model.quantization {recipe.model.quantization}"
-        raise UserError(Problem(what, "eval.engine", "", found, expected, "engine: hf", code="eval-setting"))
+        raise UserError(
+            Problem(
+                "vLLM can't run this adapter",
+                "eval.engine",
+                found=f"{recipe.adapter.type} with model.quantization {recipe.model.quantization}",
+                expected="type lora or rslora on a base model in bf16",
+                fix="engine: hf",
+                code="eval-setting",
+            )
+        )
     engine = lm_eval_harness.vllm(recipe.model.name, recipe.model.revision, str(folder.adapter), rank or 8)
     after = lm_eval_harness.run(engine, tokenizer, recipe.eval)
     engine.lora_request = None

@@ -76,10 +76,16 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     if not gpu_room.too_large(section, setup):
         device = str(state.device)
     elif state.num_processes > 1:
-        what, found = "the base model does not fit on one GPU", section.name
-        fix = "run `finetune evaluate` without a launcher, so that one process uses all GPUs"
-        problem = Problem(what, "model.name", found=found, fix=fix, code="out-of-memory")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "the base model does not fit on one GPU",
+                "model.name",
+                found=section.name,
+                fix="run `finetune evaluate` without a launcher, so that one process uses all GPUs",
+                code="out-of-memory",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     disable_fsdp_ram_efficient_loading()  # otherwise all processes except one would get empty weights
     unset_hf_deepspeed_config()  # otherwise ZeRO-3 would shard a model without an engine
     return qat.prepare(loading.load(section, setup, device).eval(), recipe.speed.qat).eval()

@@ -196,9 +196,10 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
     try:
         yield
     except torch.OutOfMemoryError as error:
-        what = "the GPU has too little memory"
-        problem = Problem(what, found=first_line(error), fix=fix, code="out-of-memory")
-        raise UserError(problem, code=code) from error
+        raise UserError(
+            Problem("the GPU has too little memory", found=first_line(error), fix=fix, code="out-of-memory"),
+            code=code,
+        ) from error
 
 
 @contextlib.contextmanager

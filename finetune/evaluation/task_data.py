@@ -63,8 +63,16 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
     named, inside = kwargs.get("data_files"), kwargs.get("data_dir") or ""
     for key, name in ((KEY, path), ("dataset_kwargs.data_dir", inside)):
         if not can_be_path(name):
-            what, fix = "this name can't be a folder name", "name a folder next to the task file"
-            raise UserError(Problem(what, key, str(where), name[:200], fix=fix, code="data-not-found"))
+            raise UserError(
+                Problem(
+                    "this name can't be a folder name",
+                    key,
+                    where=str(where),
+                    found=name[:200],
+                    fix="name a folder next to the task file",
+                    code="data-not-found",
+                )
+            )
     if path in LOADERS:
         suffixes, folder = LOADERS[path], None
     elif folder := _existing_folder(path, where):
@@ -76,8 +84,18 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
         )
         near, why = similar_files(where.parent / path), "a path starts at the folder of the task file"
         near = os.path.relpath(near, where.parent) if os.path.exists(near) else "json"
-        fix = f"{KEY}: {near}"
-        raise UserError(Problem(what, KEY, str(where), path, expected, fix, why=why, code="data-not-found"))
+        raise UserError(
+            Problem(
+                what,
+                KEY,
+                where=str(where),
+                found=path,
+                expected=expected,
+                fix=f"{KEY}: {near}",
+                why=why,
+                code="data-not-found",
+            )
+        )
     else:
         return None
     if inside:
@@ -86,10 +104,16 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
         splits = named if isinstance(named, dict) else {"train": named}
         return {split: _matches(patterns, folder, where, suffixes) for split, patterns in splits.items()}
     if folder is None:
-        what = f"`dataset_path: {path}` needs the names of its files"
-        fix = f"dataset_kwargs: {{data_files: {{test: test.{'jsonl' if path == 'json' else path}}}}}"
-        why = f"{path} is a file type, not a dataset"
-        raise UserError(Problem(what, "dataset_kwargs", str(where), fix=fix, why=why, code="missing-key"))
+        raise UserError(
+            Problem(
+                f"`dataset_path: {path}` needs the names of its files",
+                "dataset_kwargs",
+                where=str(where),
+                fix=f"dataset_kwargs: {{data_files: {{test: test.{'jsonl' if path == 'json' else path}}}}}",
+                why=f"{path} is a file type, not a dataset",
+                code="missing-key",
+            )
+        )
     found = dataset_folders.all_splits(folder, KEY, task.get("dataset_name"))
     _check_suffixes(list(chain.from_iterable(found.values())), suffixes, where)
     return found
@@ -105,18 +129,32 @@ def _folder_in(folder: Path | None, name: str, where: Path) -> Path:
     found = folder / name if folder else _existing_folder(name, where)
     leaves = folder is not None and (PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts)
     if leaves or found is None or not found.is_dir():
-        what, fix = "the data folder does not exist", "name a folder inside the folder of the dataset"
-        key, texts = "dataset_kwargs.data_dir", {"fix": fix, "code": "data-not-found"}
-        raise UserError(Problem(what, key, str(where), name, **texts))
+        raise UserError(
+            Problem(
+                "the data folder does not exist",
+                "dataset_kwargs.data_dir",
+                where=str(where),
+                found=name,
+                fix="name a folder inside the folder of the dataset",
+                code="data-not-found",
+            )
+        )
     return found
 
 
 def not_fetched(key: str, where: str, address: str) -> Problem:
     """Return the problem of data at an address."""
-    what, expected = "finetune does not download data from an address", "a file, or a dataset on the Hub"
     url = shlex.quote(address[:200])
-    fix, why = f"curl -LO {url}, then name the file here", "a later run could read other data"
-    return Problem(what, key, where, address[:200], expected, fix, why=why, code="data-not-found")
+    return Problem(
+        "finetune does not download data from an address",
+        key,
+        where=where,
+        found=address[:200],
+        expected="a file, or a dataset on the Hub",
+        fix=f"curl -LO {url}, then name the file here",
+        why="a later run could read other data",
+        code="data-not-found",
+    )
 
 
 def _matches(
@@ -129,22 +167,33 @@ def _matches(
             raise UserError(not_fetched(key, str(where), pattern))
         texts = {"fix": "name a file in the folder of the task file", "code": "data-not-found"}
         if not can_be_path(pattern):
-            what = "this name can't be a file name"
-            why = "it is too long, has a NUL character, or is a link to itself"
-            raise UserError(Problem(what, key, str(where), pattern[:200], why=why, **texts))
+            raise UserError(
+                Problem(
+                    "this name can't be a file name",
+                    key,
+                    where=str(where),
+                    found=pattern[:200],
+                    why="it is too long, has a NUL character, or is a link to itself",
+                    **texts,
+                )
+            )
         places = [folder] if folder else [where.parent, Path()]
         matches = next((files for place in places if (files := _files(place, pattern))), [])
         if not matches:
             raise UserError(Problem("no file has this name", key, str(where), pattern, **texts))
         found |= dict.fromkeys(matches)
     if len(found) > MOST_FILES:
-        what, shown, expected = (
-            "a split has too many files",
-            f"{len(found):,} files",
-            f"at most {MOST_FILES:,}",
+        raise UserError(
+            Problem(
+                "a split has too many files",
+                key,
+                where=str(where),
+                found=f"{len(found):,} files",
+                expected=f"at most {MOST_FILES:,}",
+                fix="merge the files",
+                code="data-size",
+            )
         )
-        texts = {"fix": "merge the files", "code": "data-size"}
-        raise UserError(Problem(what, key, str(where), shown, expected, **texts))
     _check_suffixes(list(found), suffixes, where)
     return list(found)
 
@@ -160,9 +209,17 @@ def _files(place: Path, pattern: str) -> list[Path]:
 def _check_suffixes(paths: list[Path], suffixes: tuple[str, ...], where: Path) -> None:
     other = [path.name for path in paths if path.suffix not in suffixes]
     if other:
-        what, found = "finetune can't read this type of file", ", ".join(other[:5])
-        expected, fix = ", ".join(suffixes), f"convert the file to {suffixes[0]}"
-        raise UserError(Problem(what, KEY, str(where), found, expected, fix, code="data-format"))
+        raise UserError(
+            Problem(
+                "finetune can't read this type of file",
+                KEY,
+                where=str(where),
+                found=", ".join(other[:5]),
+                expected=", ".join(suffixes),
+                fix=f"convert the file to {suffixes[0]}",
+                code="data-format",
+            )
+        )
 
 
 def _check_splits(task: dict[str, Any], files: dict[str, list[Path]], where: Path) -> None:
@@ -186,9 +243,16 @@ def examples(paths: list[Path]) -> list[dict[str, Any]]:
     rows = [row for path in paths for row in _rows(path)]
     names = dict.fromkeys(name for row in rows for name in row)
     if not rows:
-        what, fix = "the data of the task has no examples", "add examples to the file"
-        where = ", ".join(map(str, paths[:5]))
-        raise UserError(Problem(what, KEY, where, "0 examples", fix=fix, code="data-empty"))
+        raise UserError(
+            Problem(
+                "the data of the task has no examples",
+                KEY,
+                where=", ".join(map(str, paths[:5])),
+                found="0 examples",
+                fix="add examples to the file",
+                code="data-empty",
+            )
+        )
     return [{name: row.get(name) for name in names} for row in rows]
 
 
@@ -201,9 +265,16 @@ def _dataset(paths: list[Path]) -> Any:
     try:  # `from_list` drops columns that the first example lacks
         return Dataset.from_list(rows, on_mixed_types="use_json")
     except (pyarrow.ArrowException, ValueError, TypeError, OverflowError) as error:
-        what, fix = "a column has values of different types", "give all values of a column the same type"
-        found = str(error)[:200]
-        raise UserError(Problem(what, KEY, where, found, fix=fix, code="data-format")) from error
+        raise UserError(
+            Problem(
+                "a column has values of different types",
+                KEY,
+                where=where,
+                found=str(error)[:200],
+                fix="give all values of a column the same type",
+                code="data-format",
+            )
+        ) from error
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -230,9 +301,16 @@ def _csv(path: Path) -> list[dict[str, Any]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             table = pandas.read_csv(file)
     except (ValueError, OSError) as error:
-        what, fix = "the file is not valid CSV", "save the file again as CSV in UTF-8"
-        found = str(error)[:200]
-        raise UserError(Problem(what, KEY, str(path), found, fix=fix, code="data-format")) from error
+        raise UserError(
+            Problem(
+                "the file is not valid CSV",
+                KEY,
+                where=str(path),
+                found=str(error)[:200],
+                fix="save the file again as CSV in UTF-8",
+                code="data-format",
+            )
+        ) from error
     records = table.to_dict("records")
     return [{str(k): None if v != v else v for k, v in record.items()} for record in records]
 
@@ -246,13 +324,16 @@ def _of_the_hub(name: str, config: str | None, revision: str | None, **options: 
     for split, dataset in splits.items():
         for column, feature in dataset.features.items():
             if not _is_plain(feature):
-                what = f"finetune can't evaluate on the column {column} of {name}"
-                found, expected = (
-                    f"{type(feature).__name__} in the split {split}",
-                    "text, numbers or booleans",
+                raise UserError(
+                    Problem(
+                        f"finetune can't evaluate on the column {column} of {name}",
+                        KEY,
+                        found=f"{type(feature).__name__} in the split {split}",
+                        expected="text, numbers or booleans",
+                        fix="use a dataset without images, audio or video",
+                        code="eval-task",
+                    )
                 )
-                fix = "use a dataset without images, audio or video"
-                raise UserError(Problem(what, KEY, "", found, expected, fix, code="eval-task"))
     return dict(splits)
 
 

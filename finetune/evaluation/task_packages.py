@@ -39,8 +39,13 @@ def missing(task: str, files: Iterable[Path]) -> Problem | None:
         return None
     extras = sorted({extra for module in absent if (extra := _extra_of(module))})
     fix = install_command(*([f"lm-eval[{','.join(extras)}]"] if extras else absent))
-    what = f"the task `{task}` needs {', '.join(absent)}"
-    return Problem(what, "eval.tasks", found="not installed", fix=fix, code="package-missing")
+    return Problem(
+        f"the task `{task}` needs {', '.join(absent)}",
+        "eval.tasks",
+        found="not installed",
+        fix=fix,
+        code="package-missing",
+    )
 
 
 def _task_files(files: Iterable[Path]) -> list[Path]:

@@ -119,10 +119,16 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
         UserError: the tasks have problems (exit 2), or a package is missing (exit 3).
     """
     if len(settings.tasks) > MOST_TASKS:
-        found, expected = f"{len(settings.tasks):,} tasks", f"at most {MOST_TASKS} tasks"
-        fix = "split the tasks between several runs of `finetune evaluate`"
-        texts = {"found": found, "expected": expected, "fix": fix, "code": "value-range"}
-        raise UserError(Problem("the list has too many tasks", "eval.tasks", **texts))
+        raise UserError(
+            Problem(
+                "the list has too many tasks",
+                "eval.tasks",
+                found=f"{len(settings.tasks):,} tasks",
+                expected=f"at most {MOST_TASKS} tasks",
+                fix="split the tasks between several runs of `finetune evaluate`",
+                code="value-range",
+            )
+        )
     problems, held = [], {name: [name] for name in settings.tasks if not is_file(name)}
     metrics: dict[str, tuple[str, ...]] = {}
     for name in filter(is_file, dict.fromkeys(settings.tasks)):
@@ -139,24 +145,45 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
             problems += error.problems
     for name, named in held.items():
         if len({file(one).resolve() for one in named}) > 1:
-            what, fix = "two task files have the same task name", "change `task:` in one of the files"
-            why = "eval.json stores results by task name"
-            problems.append(Problem(what, "eval.tasks", found=name, fix=fix, why=why, code="eval-task"))
+            problems.append(
+                Problem(
+                    "two task files have the same task name",
+                    "eval.tasks",
+                    found=name,
+                    fix="change `task:` in one of the files",
+                    why="eval.json stores results by task name",
+                    code="eval-task",
+                )
+            )
         elif len(named) > 1:
-            what, fix = "the list names one task file several times", f"keep only `{named[0]}`"
-            problems.append(Problem(what, "eval.tasks", found=", ".join(named), fix=fix, code="eval-task"))
+            problems.append(
+                Problem(
+                    "the list names one task file several times",
+                    "eval.tasks",
+                    found=", ".join(named),
+                    fix=f"keep only `{named[0]}`",
+                    code="eval-task",
+                )
+            )
     if problems:
         raise UserError(*problems)
     lacking = None
     if settings.tasks and find_spec("lm_eval") is None:
-        what, fix = "evaluation tasks need the package lm-eval", packages.install_extra("eval")
-        lacking = Problem(what, "eval.tasks", found="not installed", fix=fix, code="package-missing")
-    elif settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
-        what, fix = (
-            "the engine needs the package vllm",
-            f"eval.engine: hf, or {packages.install_command('vllm')}",
+        lacking = Problem(
+            "evaluation tasks need the package lm-eval",
+            "eval.tasks",
+            found="not installed",
+            fix=packages.install_extra("eval"),
+            code="package-missing",
         )
-        lacking = Problem(what, "eval.engine", found="not installed", fix=fix, code="package-missing")
+    elif settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
+        lacking = Problem(
+            "the engine needs the package vllm",
+            "eval.engine",
+            found="not installed",
+            fix=f"eval.engine: hf, or {packages.install_command('vllm')}",
+            code="package-missing",
+        )
     if lacking:
         raise UserError(lacking, code=Exit.ENVIRONMENT)
     return metrics
@@ -178,21 +205,33 @@ def check_metric(settings: Eval, metrics: Mapping[str, Iterable[str]]) -> None:
     near, allowed = nearest(best, names), ["loss", "exact_match", *names]
     texts = {"fix": f"metric_for_best_model: {near}"} if near else {}
     texts |= {} if near else {"expected": recipe_errors.choices(best, allowed)}
-    what, key = f"the task `{task}` has no metric `{metric}`", "eval.metric_for_best_model"
-    raise UserError(Problem(what, key, found=best, code="eval-setting", **texts))
+    raise UserError(
+        Problem(
+            f"the task `{task}` has no metric `{metric}`",
+            "eval.metric_for_best_model",
+            found=best,
+            code="eval-setting",
+            **texts,
+        )
+    )
 
 
 def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
     """Return a problem if an answer can take all tokens of a model. lm-eval would fail at once."""
     if not isinstance(longest, int) or task.kind not in GENERATED or task.max_new_tokens < longest:
         return []
-    what, expected = "the answer leaves no room for a prompt", f"fewer than {longest:,} tokens"
-    found, why = (
-        f"{task.max_new_tokens:,} tokens",
-        f"the model has {longest:,} positions for prompt and answer",
-    )
-    texts = {"expected": expected, "why": why, "fix": f"max_new_tokens: {max(1, longest // 2)}"}
-    return [Problem(what, "max_new_tokens", str(file(name)), found, code="token-limit", **texts)]
+    return [
+        Problem(
+            "the answer leaves no room for a prompt",
+            "max_new_tokens",
+            where=str(file(name)),
+            found=f"{task.max_new_tokens:,} tokens",
+            code="token-limit",
+            expected=f"fewer than {longest:,} tokens",
+            why=f"the model has {longest:,} positions for prompt and answer",
+            fix=f"max_new_tokens: {max(1, longest // 2)}",
+        )
+    ]
 
 
 def check_names(settings: Eval) -> None:
@@ -288,16 +327,32 @@ def read(path: str) -> Task | None:
         text = strict_yaml.text_of(Path(path), "the task")
     except OSError as error:
         fix = paths.similar_files(Path(path)) or "name a task file, such as examples/general/knowledge.yaml"
-        what, found = "finetune can't read the task file", str(error.strerror)
-        raise UserError(Problem(what, "eval.tasks", path, found, fix=fix, code="eval-task")) from None
+        raise UserError(
+            Problem(
+                "finetune can't read the task file",
+                "eval.tasks",
+                where=path,
+                found=str(error.strerror),
+                fix=fix,
+                code="eval-task",
+            )
+        ) from None
     if re.search(r"^(dataset_path|output_type|include|group|custom_dataset)\s*:", text, re.MULTILINE):
         return None
     document = strict_yaml.parse(text, path)
     raw, problems = document.value, list(document.problems)
     if not isinstance(raw, dict):
-        what, expected = "the task file is not a mapping of keys", "the keys task, data, kind and prompt"
         found, fix = recipe_errors.show(raw), "see examples/general/knowledge.yaml for an example"
-        raise UserError(Problem(what, "", path, found, expected, fix, code="eval-task"))
+        raise UserError(
+            Problem(
+                "the task file is not a mapping of keys",
+                where=path,
+                found=found,
+                expected="the keys task, data, kind and prompt",
+                fix=fix,
+                code="eval-task",
+            )
+        )
     raw.setdefault("task", Path(path).stem)
     known = {"task": frozenset(Task.model_fields)}
     try:
@@ -330,8 +385,16 @@ def read(path: str) -> Task | None:
         if key in task.model_fields_set and getattr(task, key) is not None and task.kind not in kinds
     ]
     if not paths.can_be_path(task.data):
-        texts = {"fix": "name a file next to the task file", "code": "data-not-found"}
-        problems.append(Problem("this name can't be a file name", "data", path, task.data[:200], **texts))
+        problems.append(
+            Problem(
+                "this name can't be a file name",
+                "data",
+                where=path,
+                found=task.data[:200],
+                fix="name a file next to the task file",
+                code="data-not-found",
+            )
+        )
     if task.pattern is not None:
         problems += limited_patterns.problems(task.pattern, "pattern", path)
     if problems:
@@ -349,8 +412,14 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
     found, problems = [], []
     for row in source_loading.read(Source(name=name), f"task {task.task}"):
         if len(problems) == MOST_BAD:
-            what = f"finetune stopped reading task {task.task} after {MOST_BAD:,} examples with problems"
-            raise UserError(*problems[:5], Problem(what, where=name, code="data-example"))
+            raise UserError(
+                *problems[:5],
+                Problem(
+                    f"finetune stopped reading task {task.task} after {MOST_BAD:,} examples with problems",
+                    where=name,
+                    code="data-example",
+                ),
+            )
         if isinstance(row, BadRow):
             problems.append(row.problem)
             continue
@@ -358,18 +427,34 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
             found.append(_document(task, row.value))
         except (ValueError, TypeError) as error:
             columns = ", ".join(f"{key} (null)" if value is None else key for key, value in row.value.items())
-            what, fix = f"task {task.task}: {error}", f"change the example, or the templates in {file(path)}"
-            texts = {"found": f"columns {columns}", "fix": fix, "code": "data-example"}
-            problems.append(Problem(what, where=row.where, **texts))
+            problems.append(
+                Problem(
+                    f"task {task.task}: {error}",
+                    where=row.where,
+                    found=f"columns {columns}",
+                    fix=f"change the example, or the templates in {file(path)}",
+                    code="data-example",
+                )
+            )
             if str(error).startswith(template_sandbox.BROKEN):
                 break  # the template itself is broken, so all examples fail
     if not found and not problems:
-        what, fix = f"the data of task {task.task} has no examples", "add examples to the file"
-        problems.append(Problem(what, where=name, found="0 examples", fix=fix, code="data-empty"))
+        problems.append(
+            Problem(
+                f"the data of task {task.task} has no examples",
+                where=name,
+                found="0 examples",
+                fix="add examples to the file",
+                code="data-empty",
+            )
+        )
     more = len(problems) - 5
     if more > 0:
-        what = f"{more:,} more examples of task {task.task} have problems"
-        problems[5:] = [Problem(what, where=name, code="data-example")]
+        problems[5:] = [
+            Problem(
+                f"{more:,} more examples of task {task.task} have problems", where=name, code="data-example"
+            )
+        ]
     if problems:
         raise UserError(*problems)
     return found
@@ -389,8 +474,9 @@ def general_texts(settings: Eval) -> list[str]:
             paths.similar_files(Path(settings.forgetting)),
         )
         fix = fix or "eval.forgetting: true"
-        texts = {"found": settings.forgetting, "fix": fix, "code": "data-not-found"}
-        raise UserError(Problem(what, "eval.forgetting", **texts))
+        raise UserError(
+            Problem(what, "eval.forgetting", found=settings.forgetting, fix=fix, code="data-not-found")
+        )
     if settings.forgetting is True:
         path = shipped_files.folder("examples") / "general" / "text.jsonl"
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")

@@ -94,18 +94,21 @@ def check(
 
 def check_metric(settings: Eval, longest_prompt: int) -> None:
     """Raise a UserError if exact match selects the model but no validation example has a prompt (exit 2)."""
-    key = "eval.metric_for_best_model"
     if (
         settings.eval_steps is not None
         and settings.metric_for_best_model == "exact_match"
         and not longest_prompt
     ):
-        what, fix = (
-            "no validation example has a prompt that asks for an answer",
-            "metric_for_best_model: loss",
+        raise UserError(
+            Problem(
+                "no validation example has a prompt that asks for an answer",
+                "eval.metric_for_best_model",
+                found="exact_match",
+                fix="metric_for_best_model: loss",
+                why="exact match compares answers",
+                code="eval-setting",
+            )
         )
-        why = "exact match compares answers"
-        raise UserError(Problem(what, key, found="exact_match", fix=fix, why=why, code="eval-setting"))
 
 
 def longest_texts(settings: Eval) -> list[tuple[str, int]]:

@@ -95,10 +95,17 @@ def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
     try:
         source_loading.fingerprints(recipe.data, held_out=True)
     except UserError as error:
-        what, found = "the stored validation set is damaged, and its data is missing", str(damage)
-        fix = "restore the file from a copy, or add data.validation=PATH"
-        problem = Problem(what, where=str(kept), found=found, fix=fix, code="run-damaged")
-        raise UserError(problem, *error.problems, code=Exit.ARTIFACT) from None
+        raise UserError(
+            Problem(
+                "the stored validation set is damaged, and its data is missing",
+                where=str(kept),
+                found=str(damage),
+                fix="restore the file from a copy, or add data.validation=PATH",
+                code="run-damaged",
+            ),
+            *error.problems,
+            code=Exit.ARTIFACT,
+        ) from None
 
 
 def overridden(recipe: Recipe) -> bool:
@@ -120,6 +127,7 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool)
     if other and not overridden:
         what, why = "the data changed since the run", "a changed file can contain training examples"
         fix = "restore the file, or add data.validation=PATH"
-        texts = {"fix": fix, "why": why, "code": "resume-mismatch"}
-        raise UserError(*(Problem(what, where=path, **texts) for path in other))
+        raise UserError(
+            *(Problem(what, where=path, fix=fix, why=why, code="resume-mismatch") for path in other)
+        )
     return [f"{path} is not the validation set of the run" for path in other]

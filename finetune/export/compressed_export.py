@@ -52,12 +52,19 @@ def check(config: ModelConfig, _quantize: str) -> None:
     Raises:
         UserError: the model has experts (exit 2), or the package is missing (exit 3).
     """
-    what = "--to compressed-tensors needs the package compressed-tensors"
-    packages.require("compressed_tensors", "export", what)
+    packages.require(
+        "compressed_tensors", "export", "--to compressed-tensors needs the package compressed-tensors"
+    )
     if experts := model_config.experts(config.get_text_config()):
-        what, why = "finetune writes no experts with compressed-tensors", "transformers stacks their weights"
-        texts = {"found": f"{experts} experts per layer", "fix": "--to vllm", "why": why, "code": "export"}
-        raise UserError(Problem(what, **texts))
+        raise UserError(
+            Problem(
+                "finetune writes no experts with compressed-tensors",
+                found=f"{experts} experts per layer",
+                fix="--to vllm",
+                why="transformers stacks their weights",
+                code="export",
+            )
+        )
 
 
 def check_adapter(adapter: Path) -> None:
@@ -128,8 +135,9 @@ def save(model: PreTrainedModel | PeftModel, kind: str, folder: Path) -> dict[st
     layers, others = split_layers(model)
     scheme = quantization.QuantizationScheme(targets=["Linear"], **SCHEMES[kind])
     groups = {"group_0": scheme}
-    status = "frozen"
-    config = quantization.QuantizationConfig(config_groups=groups, ignore=others, quantization_status=status)
+    config = quantization.QuantizationConfig(
+        config_groups=groups, ignore=others, quantization_status="frozen"
+    )
     with contextlib.redirect_stderr(io.StringIO()):  # the library's bars have no switch
         quantization.apply_quantization_config(model, config)
         set_scales(layers)

@@ -78,11 +78,18 @@ def check_adapter(folder: RunFolder) -> None:
     untrusted_files.check_adapter(folder.path, "")
     missing = [name for name in FILES if not (folder.path / name).exists()]
     if missing:
-        what, expected = f"the adapter has no {', '.join(missing)}", f"a folder with {' and '.join(FILES)}"
-        texts = {"fix": untrusted_files.SAVE_AGAIN, "why": "finetune reads only adapters in safetensors"}
-        found = ", ".join(sorted(entry.name for entry in folder.path.iterdir())[:6]) or "an empty folder"
-        problem = Problem(what, "", str(folder.path), found, expected, **texts, code="adapter-files")
-        raise UserError(problem)
+        raise UserError(
+            Problem(
+                f"the adapter has no {', '.join(missing)}",
+                where=str(folder.path),
+                found=", ".join(sorted(entry.name for entry in folder.path.iterdir())[:6])
+                or "an empty folder",
+                expected=f"a folder with {' and '.join(FILES)}",
+                fix=untrusted_files.SAVE_AGAIN,
+                why="finetune reads only adapters in safetensors",
+                code="adapter-files",
+            )
+        )
 
 
 def recipe_of(source: Source, overrides: Sequence[str]) -> Recipe:
@@ -99,8 +106,16 @@ def recipe_of(source: Source, overrides: Sequence[str]) -> Recipe:
     chosen = [text.partition("=")[2] for text in overrides if text.startswith("model.name=")]
     name = str((chosen or [base["name"] or ""])[-1])
     if not name or (local_path(name) and not os.path.exists(os.path.expanduser(name))):
-        what, fix = "the base model of the adapter is not on this machine", "add model.name=PATH"
-        raise UserError(Problem(what, "model.name", str(place), name or "no name", fix=fix, code="path"))
+        raise UserError(
+            Problem(
+                "the base model of the adapter is not on this machine",
+                "model.name",
+                where=str(place),
+                found=name or "no name",
+                fix="add model.name=PATH",
+                code="path",
+            )
+        )
     kind = "full" if not config.get("peft_type") else str(config["peft_type"]).lower()
     values: dict[str, Any] = {
         "model": {**base, "name": name, "quantization": "none"},
@@ -123,10 +138,16 @@ def _added_tokens(folder: RunFolder, base: Model) -> list[str]:
     theirs = reopen.tokenizer_of(folder).get_vocab()
     added = sorted(theirs.keys() - known.keys(), key=lambda token: theirs[token])
     if len(added) > MOST_ADDED:
-        what, found = "the tokenizer of the adapter has too many new tokens", f"{len(added):,}"
-        fix, expected = "merge the adapter with PEFT, and convert the merged model", f"at most {MOST_ADDED:,}"
-        where = str(folder.weights / "tokenizer.json")
-        raise UserError(Problem(what, "", where, found, expected, fix, code="tokenizer"))
+        raise UserError(
+            Problem(
+                "the tokenizer of the adapter has too many new tokens",
+                where=str(folder.weights / "tokenizer.json"),
+                found=f"{len(added):,}",
+                expected=f"at most {MOST_ADDED:,}",
+                fix="merge the adapter with PEFT, and convert the merged model",
+                code="tokenizer",
+            )
+        )
     return added
 
 

@@ -69,8 +69,14 @@ def _reader(folder: Path, job: ExportJob, without_answers: str) -> Reader:
     stops = None
     if (folder / "generation_config.json").exists():
         stops = partial(declared_stops, GenerationConfig.from_pretrained(str(folder)))
-    name = f"transformers {transformers.__version__}"
-    return Reader(name, partial(_ids, tokenizer), answer, stops, losses, without_answers=without_answers)
+    return Reader(
+        f"transformers {transformers.__version__}",
+        partial(_ids, tokenizer),
+        answer,
+        stops,
+        losses,
+        without_answers=without_answers,
+    )
 
 
 @torch.no_grad()

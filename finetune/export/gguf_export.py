@@ -46,9 +46,18 @@ def check(config: ModelConfig, quantize: str) -> None:
     packages.require("gguf", "export", "--to gguf needs the package gguf")
     gguf_families.family_of(config.get_text_config())
     if quantize in K_QUANTS and shutil.which(QUANTIZER) is None:
-        what, found = f"--quantize {quantize} needs llama.cpp's program {QUANTIZER}", "not on PATH"
-        fix = "install llama.cpp (`brew install llama.cpp`, or build it from source), or use --quantize q8_0"
-        raise UserError(Problem(what, found=found, fix=fix, code="package-missing"), code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                f"--quantize {quantize} needs llama.cpp's program {QUANTIZER}",
+                found="not on PATH",
+                fix=(
+                    "install llama.cpp (`brew install llama.cpp`, or build it from source), or "
+                    "use --quantize q8_0"
+                ),
+                code="package-missing",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
@@ -119,9 +128,15 @@ def quantize_with_llama_cpp(whole: Path, path: Path, kind: str) -> None:
     """Quantize a file with llama.cpp's own program, and delete the file that it was made from."""
     done = subprocess.run([QUANTIZER, str(whole), str(path), kind.upper()], capture_output=True, text=True)
     if done.returncode or not path.exists():
-        found = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        problem = Problem(f"{QUANTIZER} failed", found=found, fix="--quantize q8_0", code="export")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                f"{QUANTIZER} failed",
+                found=(done.stderr.strip().splitlines() or ["no output"])[-1],
+                fix="--quantize q8_0",
+                code="export",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     safe_files.remove(whole.parent, whole.name)
 
 
@@ -151,8 +166,12 @@ def check_lora(lora: Path, job: ExportJob) -> dict[str, Any]:
         base, kind = write_base(job, Path(folder))
         context = gguf_readers.context_of(job)
         with serving_check.readable(lora), gguf_readers.llama_cpp(base, context, lora) as opened:
-            why = "llama.cpp takes the tokenizer from the base model's file"
-            reader = opened and replace(opened, prompt_ids=None, stop_ids=None, without_ids=why)
+            reader = opened and replace(
+                opened,
+                prompt_ids=None,
+                stop_ids=None,
+                without_ids="llama.cpp takes the tokenizer from the base model's file",
+            )
             found = serving_check.run(reader, job.expected, kind)
     serving_check.refuse_different(found, lora)
     return found

@@ -84,9 +84,15 @@ def family_of(config: PreTrainedConfig) -> Family:
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
-        what, fix = "finetune can't write this model family as GGUF", "--to vllm"
-        found, expected = f"model_type: {config.model_type}", ", ".join(sorted(FAMILIES))
-        raise UserError(Problem(what, found=found, expected=expected, fix=fix, code="export"))
+        raise UserError(
+            Problem(
+                "finetune can't write this model family as GGUF",
+                found=f"model_type: {config.model_type}",
+                expected=", ".join(sorted(FAMILIES)),
+                fix="--to vllm",
+                code="export",
+            )
+        )
     lacks = [text for text, holds in unsupported(config, family).items() if holds]
     if lacks:
         why = "llama.cpp would ignore it or compute it differently"

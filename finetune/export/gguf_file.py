@@ -202,6 +202,13 @@ def _short(value: object) -> str:
 def refuse_damaged(path: Path, found: list[str]) -> None:
     """Raise a UserError if a file differs from what it should hold (exit 4)."""
     if found:
-        what, fix = "the exported file differs from the model", "run the export again; if it fails, report it"
-        texts = {"found": "; ".join(found[:5]), "fix": fix, "code": "export"}
-        raise UserError(Problem(what, where=str(path), **texts), code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                "the exported file differs from the model",
+                where=str(path),
+                found="; ".join(found[:5]),
+                fix="run the export again; if it fails, report it",
+                code="export",
+            ),
+            code=Exit.ARTIFACT,
+        )

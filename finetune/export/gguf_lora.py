@@ -29,9 +29,15 @@ def check(adapter: Path, target: str = "a GGUF LoRA") -> dict[str, Any]:
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     found = [reason for reason in vllm_rules.refusals(config) if not reason.startswith("rank")]
     if found:
-        what, fix = f"{target} can't hold this adapter", "remove --adapter, so that finetune merges it"
-        texts = {"found": ", ".join(found), "fix": fix, "code": "export"}
-        raise UserError(Problem(what, where=str(adapter), **texts))
+        raise UserError(
+            Problem(
+                f"{target} can't hold this adapter",
+                where=str(adapter),
+                found=", ".join(found),
+                fix="remove --adapter, so that finetune merges it",
+                code="export",
+            )
+        )
     return config
 
 
@@ -73,8 +79,14 @@ def plan(names: list[str], config: ModelConfig, family: gguf_families.Family) ->
 def refuse_tensors(program: str, names: list[str]) -> None:
     """Refuse tensors of an adapter that a program has no place for (exit 2)."""
     if names:
-        what, found = f"{program} has no place for a tensor of the adapter", ", ".join(names[:3])
-        raise UserError(Problem(what, found=found, fix="remove --adapter", code="export"))
+        raise UserError(
+            Problem(
+                f"{program} has no place for a tensor of the adapter",
+                found=", ".join(names[:3]),
+                fix="remove --adapter",
+                code="export",
+            )
+        )
 
 
 def _rows(heads: int) -> Any:

@@ -41,8 +41,14 @@ def plan(names: Sequence[str], config: ModelConfig, family: Family) -> list[Gguf
         step = _layout(name, config, family)
         planned.append(GgufTensor(found, sources, partial(_both, compute, step)))
     if unknown:
-        what, found = "llama.cpp has no tensor for a weight of the model", ", ".join(unknown[:5])
-        raise UserError(Problem(what, found=found, fix="--to vllm", code="export"))
+        raise UserError(
+            Problem(
+                "llama.cpp has no tensor for a weight of the model",
+                found=", ".join(unknown[:5]),
+                fix="--to vllm",
+                code="export",
+            )
+        )
     planned += [
         GgufTensor(name, (), partial(_constant, value)) for name, value in rope_tensors(config).items()
     ]

@@ -69,10 +69,16 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
         raise _unsupported("a BPE tokenizer without bytes", "byte-level BPE, or BPE with byte_fallback")
     ids = tokenizer.get_vocab().values()
     if rows < (needed := max(len(tokenizer), *(token + 1 for token in ids))):
-        what, texts = "the tokenizer has more tokens than the model has embeddings", f"{needed:,}"
-        fix = "train again with these tokens in `model.add_tokens`, or remove them from tokenizer.json"
-        why, expected = "the model has no embeddings for the other tokens", f"at most {rows:,}"
-        raise UserError(Problem(what, "", "", texts, expected, fix, why=why, code="tokenizer"))
+        raise UserError(
+            Problem(
+                "the tokenizer has more tokens than the model has embeddings",
+                found=f"{needed:,}",
+                expected=f"at most {rows:,}",
+                fix="train again with these tokens in `model.add_tokens`, or remove them from tokenizer.json",
+                why="the model has no embeddings for the other tokens",
+                code="tokenizer",
+            )
+        )
     found["tokens"], found["token_type"] = vocabulary(content, rows)
     found |= special(tokenizer, stops, opens)
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()} | templates(tokenizer)
@@ -180,8 +186,15 @@ def special(tokenizer: Any, stops: Sequence[int], opens: bool) -> dict[str, Any]
     own = tokenizer.eos_token_id
     ends = [stop for stop in stops if stop == own] + [stop for stop in stops if stop != own]
     if len(ends) > len(END_KEYS):
-        texts = {"found": f"{len(ends)} tokens", "expected": f"at most {len(END_KEYS)}", "code": "export"}
-        raise UserError(Problem("GGUF can't name all tokens that end an answer", fix="--to vllm", **texts))
+        raise UserError(
+            Problem(
+                "GGUF can't name all tokens that end an answer",
+                fix="--to vllm",
+                found=f"{len(ends)} tokens",
+                expected=f"at most {len(END_KEYS)}",
+                code="export",
+            )
+        )
     ids |= dict(zip(END_KEYS, ends, strict=False))
     return found | {f"{name}_token_id": int(index) for name, index in ids.items() if index is not None}
 
@@ -198,5 +211,6 @@ def templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _unsupported(what: str, expected: str) -> UserError:
-    texts = {"expected": expected, "fix": "--to vllm", "code": "export"}
-    return UserError(Problem(f"llama.cpp does not support {what}", **texts))
+    return UserError(
+        Problem(f"llama.cpp does not support {what}", expected=expected, fix="--to vllm", code="export")
+    )

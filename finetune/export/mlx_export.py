@@ -39,9 +39,15 @@ def check(config: ModelConfig, _quantize: str) -> None:
     """Raise a UserError if mlx-lm lacks the family (exit 2)."""
     kind = config.get_text_config().model_type
     if kind not in FAMILIES:
-        what, expected = "mlx-lm does not have this model family", ", ".join(FAMILIES)
-        texts = {"found": f"model_type: {kind}", "expected": expected, "fix": "--to vllm", "code": "export"}
-        raise UserError(Problem(what, **texts))
+        raise UserError(
+            Problem(
+                "mlx-lm does not have this model family",
+                found=f"model_type: {kind}",
+                expected=", ".join(FAMILIES),
+                fix="--to vllm",
+                code="export",
+            )
+        )
 
 
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
@@ -102,9 +108,12 @@ def _check(folder: Path, job: ExportJob, kind: str) -> dict[str, Any]:
         if (folder / "config.json").exists():
             reader = mlx_reader.reader_of(str(folder))
         else:
-            why = "mlx-lm takes the tokenizer from the base model"
-            opened = mlx_reader.reader_of(job.base, job.revision, folder)
-            reader = replace(opened, prompt_ids=None, stop_ids=None, without_ids=why)
+            reader = replace(
+                mlx_reader.reader_of(job.base, job.revision, folder),
+                prompt_ids=None,
+                stop_ids=None,
+                without_ids="mlx-lm takes the tokenizer from the base model",
+            )
         found = serving_check.run(reader, job.expected, kind)
     serving_check.refuse_different(found, folder)
     return found

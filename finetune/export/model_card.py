@@ -140,8 +140,7 @@ def measured(results: dict[str, Any], of_merged: str, stored: dict[str, Any]) ->
         metric = of.get("main") or next((m for m in of.get("tuned", {}) if not m.endswith("_stderr")), None)
         value = of.get("tuned", {}).get(metric)
         if value is not None:
-            said = f"{metric}{before} ({_beside(of, metric)})"
-            found.append(_result(task, task, str(metric), value, said))
+            found.append(_result(task, task, str(metric), value, f"{metric}{before} ({_beside(of, metric)})"))
     return found
 
 

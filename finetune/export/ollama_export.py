@@ -144,11 +144,17 @@ def check_rendering(parts: Parts, job: ExportJob, chats: list[Any]) -> None:
         wanted = render_chat(job.tokenizer, example.messages[:-1], example.tools).removeprefix(bos or "")
         found = parts.render(example.messages[:-1])
         if found != wanted:
-            what = "the template for Ollama writes a validation chat differently"
             shown = "it has no such part" if found is None else repr(found[:120])
             texts = {"found": shown, "expected": repr(wanted[:120]), "fix": "--to gguf", "code": "export"}
             texts["why"] = "the model would read other prompts in Ollama than in training"
-            raise UserError(Problem(what, where=f"chat {index}", **texts), code=Exit.ARTIFACT)
+            raise UserError(
+                Problem(
+                    "the template for Ollama writes a validation chat differently",
+                    where=f"chat {index}",
+                    **texts,
+                ),
+                code=Exit.ARTIFACT,
+            )
 
 
 def _without(text: str, start: str) -> str:
@@ -158,5 +164,12 @@ def _without(text: str, start: str) -> str:
 
 
 def _refused(found: str) -> UserError:
-    what, why = "finetune can't write this chat template for Ollama", "it does more than frame each turn"
-    return UserError(Problem(what, found=found, fix="--to gguf", why=why, code="export"))
+    return UserError(
+        Problem(
+            "finetune can't write this chat template for Ollama",
+            found=found,
+            fix="--to gguf",
+            why="it does more than frame each turn",
+            code="export",
+        )
+    )

@@ -44,9 +44,14 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
             value = value.T
         value = getattr(module, leaf, None) if value is None else value
         if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
-            what = f"finetune can't dequantize a base model in {setup.storage.value}"
-            found, fix = f"{name}: {value!r:.60}", "train again with model.quantization: none"
-            raise UserError(Problem(what, found=found, fix=fix, code="merge"))
+            raise UserError(
+                Problem(
+                    f"finetune can't dequantize a base model in {setup.storage.value}",
+                    found=f"{name}: {value!r:.60}",
+                    fix="train again with model.quantization: none",
+                    code="merge",
+                )
+            )
         parameter.data = value.detach().float()
     del stored, modules
     clear_device_cache(garbage_collection=True)

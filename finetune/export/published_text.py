@@ -152,9 +152,15 @@ def refuse_secrets(files: dict[str, Path]) -> None:
     found = []
     for name, path in files.items():
         for line, shown in recipe_errors.secrets_in(text_of(path), client.any_token()):
-            what, where = "a file to publish contains a secret", f"{name}:{line}"
-            fix = "remove the secret from the file in the run folder, and revoke it"
-            found.append(Problem(what, where=where, found=shown, fix=fix, code="publish-secret"))
+            found.append(
+                Problem(
+                    "a file to publish contains a secret",
+                    where=f"{name}:{line}",
+                    found=shown,
+                    fix="remove the secret from the file in the run folder, and revoke it",
+                    code="publish-secret",
+                )
+            )
     if found:
         raise UserError(*found)
 

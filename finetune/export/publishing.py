@@ -57,11 +57,22 @@ def run(
     section = recipe.publish
     checker.check_names(section)
     if not dry_run and publish_target.of_file(recipe):
-        fix = f"name your own --repo; to publish to this one, run: {format_command(folder, section)}"
-        raise UserError(publish_target.problem(recipe, fix))
+        raise UserError(
+            publish_target.problem(
+                recipe,
+                f"name your own --repo; to publish to this one, run: {format_command(folder, section)}",
+            )
+        )
     if section.repo is None and not dry_run:
-        what, fix = "no repository to publish to", "--repo ORGANIZATION/NAME, or --dry-run"
-        raise UserError(Problem(what, "publish.repo", found="null", fix=fix, code="publish-target"))
+        raise UserError(
+            Problem(
+                "no repository to publish to",
+                "publish.repo",
+                found="null",
+                fix="--repo ORGANIZATION/NAME, or --dry-run",
+                code="publish-target",
+            )
+        )
     kind, weights = staged_files.find_weights(folder, merged)
     config = RunFolder(weights).found("adapter_config.json")
     base = base_model.find(recipe.model, section, config, online=not dry_run)

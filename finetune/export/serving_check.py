@@ -310,9 +310,16 @@ def readable(path: Path) -> Iterator[None]:
     except (RuntimeError, ValueError, OSError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        what, fix = "a reader of the exported model can't open or run it", "--to vllm"
-        texts = {"found": first_line(error), "fix": fix, "code": "export"}
-        raise UserError(Problem(what, where=str(path), **texts), code=Exit.ARTIFACT) from error
+        raise UserError(
+            Problem(
+                "a reader of the exported model can't open or run it",
+                where=str(path),
+                found=first_line(error),
+                fix="--to vllm",
+                code="export",
+            ),
+            code=Exit.ARTIFACT,
+        ) from error
 
 
 def refuse_different(found: dict[str, Any], path: Path) -> None:
@@ -322,28 +329,49 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
     parts = ("token_ids", "stop_tokens", "answers", "loss")
     ids, stops, said, loss = (found.get(key) or {} for key in parts)
     if ids.get("different"):
-        what = f"{ids['different']} of {ids['prompts']} prompts have other token ids after the export"
         first = ids["first"]
-        place = f"prompt {first['prompt']}, token {first['position']}: {first['found']}"
-        expected = f"{first['expected']}, as in finetune's evaluation"
-        problems.append(Problem(what, "", where, place, expected, "--to vllm", code="export"))
+        problems.append(
+            Problem(
+                f"{ids['different']} of {ids['prompts']} prompts have other token ids after the export",
+                where=where,
+                found=f"prompt {first['prompt']}, token {first['position']}: {first['found']}",
+                expected=f"{first['expected']}, as in finetune's evaluation",
+                fix="--to vllm",
+                code="export",
+            )
+        )
     if stops.get("missing"):
-        what, fix = "the exported model does not stop at each token that ends a turn", "--to vllm"
         texts = {"found": f"missing: {stops['missing']}", "expected": f"{stops['expected']}"}
-        problems.append(Problem(what, where=where, fix=fix, code="export", **texts))
+        problems.append(
+            Problem(
+                "the exported model does not stop at each token that ends a turn",
+                where=where,
+                fix="--to vllm",
+                code="export",
+                **texts,
+            )
+        )
     if said.get("agree") is False:
-        what = "the exported model answers differently"
         texts = {"found": f"largest difference of a log-probability: {said['largest_difference']:.3g}"}
         if first := said["first_difference"]:
             texts["found"] += f"; prompt {first['prompt']}, token {first['position']}: {first['found']}"
             texts["found"] += f" in place of {first['expected']}"
         texts |= {"expected": f"at most {said['tolerance']:.3g}", "fix": "--quantize f16"}
-        problems.append(Problem(what, where=where, code="export", **texts))
+        problems.append(
+            Problem("the exported model answers differently", where=where, code="export", **texts)
+        )
     if loss.get("agree") is False:
-        what = "the exported model has another loss"
         texts = {"found": f"{loss['runtime']:.4f} nats per token"}
         texts |= {"expected": f"{loss['finetune']:.4f}, at most {loss['tolerance']:.3g} away"}
-        problems.append(Problem(what, where=where, fix="--quantize f16", code="export", **texts))
+        problems.append(
+            Problem(
+                "the exported model has another loss",
+                where=where,
+                fix="--quantize f16",
+                code="export",
+                **texts,
+            )
+        )
     if problems:
         raise UserError(*problems, code=Exit.ARTIFACT)
 

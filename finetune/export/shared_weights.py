@@ -26,7 +26,13 @@ def check(folder: RunFolder, recipe: Recipe) -> None:
     tensors = checkpoint_headers.tensors(folder.adapter)
     prefixes = {f"base_model.model.{layer}.": layer for layer in layers}
     if lost := sorted({prefixes[one] for one in prefixes if any(name.startswith(one) for name in tensors)}):
-        what = "the adapter changes layers that share their weights, so it can't be merged"
-        found, fix = f"{len(lost)} modules, such as {lost[0]}", "use the adapter with PEFT, without a merge"
-        why = "each layer has its own adapter, and a merged model has one weight for all of them"
-        raise UserError(Problem(what, where=str(folder.adapter), found=found, fix=fix, why=why, code="merge"))
+        raise UserError(
+            Problem(
+                "the adapter changes layers that share their weights, so it can't be merged",
+                where=str(folder.adapter),
+                found=f"{len(lost)} modules, such as {lost[0]}",
+                fix="use the adapter with PEFT, without a merge",
+                why="each layer has its own adapter, and a merged model has one weight for all of them",
+                code="merge",
+            )
+        )

@@ -74,10 +74,15 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     found = [path for name in inside if (path := folder.path / name).is_dir()]
     plain = [path for path in found if path == folder.path / "merged"] or found
     if len(plain) != 1:
-        what = "the run folder has several merged models" if found else "the run folder has no merged model"
-        fix = "keep only one of them" if found else command("merge", str(folder.path))
-        names = ", ".join(path.name for path in found)
-        raise UserError(Problem(what, where=str(folder.path), found=names, fix=fix, code="merge"))
+        raise UserError(
+            Problem(
+                "the run folder has several merged models" if found else "the run folder has no merged model",
+                where=str(folder.path),
+                found=", ".join(path.name for path in found),
+                fix="keep only one of them" if found else command("merge", str(folder.path)),
+                code="merge",
+            )
+        )
     untrusted_files.check_model(plain[0], "")
     return "merged", plain[0]
 
@@ -127,11 +132,17 @@ def stage(
     # Verify that other users can load the recipe
     load_recipe(staged / folder.recipe.name, (), folder.format_version)
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
-        what, fix = "the folder has no safetensors file to publish", command("merge", str(folder.path))
-        found = ", ".join(sorted(path.name for path in weights.iterdir())[:6]) or "an empty folder"
-        texts = {"why": "`publish` uploads weights only in safetensors", "code": "run-damaged"}
-        problem = Problem(what, where=str(weights), found=found, fix=fix, **texts)
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                "the folder has no safetensors file to publish",
+                where=str(weights),
+                found=", ".join(sorted(path.name for path in weights.iterdir())[:6]) or "an empty folder",
+                fix=command("merge", str(folder.path)),
+                why="`publish` uploads weights only in safetensors",
+                code="run-damaged",
+            ),
+            code=Exit.ARTIFACT,
+        )
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 

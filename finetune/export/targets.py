@@ -24,15 +24,21 @@ DEFAULTS = {"gguf": "f16", "ollama": "f16", "vllm": "bf16", "mlx": "bf16", "comp
 def check_adapter(folder: RunFolder, to: str, quantize: str | None) -> None:
     """Raise a UserError if the adapter alone can't be exported, or not in this quantization (exit 2)."""
     if quantize is not None and to != "compressed-tensors":
-        what, fix = "--quantize does not apply to an adapter alone", "remove --quantize, or remove --adapter"
-        why = "finetune exports the adapter's weights as they were trained"
-        raise UserError(Problem(what, found=f"--quantize {quantize}", fix=fix, why=why, code="export"))
+        raise UserError(
+            Problem(
+                "--quantize does not apply to an adapter alone",
+                found=f"--quantize {quantize}",
+                fix="remove --quantize, or remove --adapter",
+                why="finetune exports the adapter's weights as they were trained",
+                code="export",
+            )
+        )
     if folder.weights != folder.adapter:
-        what, fix = "the run has no adapter", "remove --adapter"
-        raise UserError(Problem(what, where=str(folder.path), fix=fix, code="export"))
+        raise UserError(
+            Problem("the run has no adapter", where=str(folder.path), fix="remove --adapter", code="export")
+        )
     if not hasattr(MODULES[to], "check_adapter"):
-        what, fix = f"--to {to} exports no adapter alone", "remove --adapter"
-        raise UserError(Problem(what, fix=fix, code="export"))
+        raise UserError(Problem(f"--to {to} exports no adapter alone", fix="remove --adapter", code="export"))
     MODULES[to].check_adapter(folder.adapter)
 
 
@@ -47,7 +53,13 @@ def choose_kind(to: str, quantize: str | None) -> str:
         return DEFAULTS[to]
     if quantize not in kinds:
         near = nearest(quantize, kinds)
-        what, fix = f"--to {to} has no such quantization", f"--quantize {near or DEFAULTS[to]}"
-        texts = {"found": f"--quantize {quantize}", "expected": ", ".join(kinds), "fix": fix}
-        raise UserError(Problem(what, code="export", **texts))
+        raise UserError(
+            Problem(
+                f"--to {to} has no such quantization",
+                code="export",
+                found=f"--quantize {quantize}",
+                expected=", ".join(kinds),
+                fix=f"--quantize {near or DEFAULTS[to]}",
+            )
+        )
     return quantize

@@ -86,11 +86,14 @@ def load(
         group = (trained and trained.group_size) or 1
         quantize_(torch.nn.Linear(64 * group, 64, bias=False, dtype=dtype, device=hardware.device), config)
     except Exception as error:  # torchao raises many types for missing features, such as AssertionError
-        found = f"{type(error).__name__}: {first_line(error)}"
-        fix = "set ACCELERATE_USE_CPU=true, or choose another --quantize"
-        what = f"torchao can't quantize to {kind} on {hardware.name}"
         raise UserError(
-            Problem(what, found=found, fix=fix, code="quantize"), code=Exit.ENVIRONMENT
+            Problem(
+                f"torchao can't quantize to {kind} on {hardware.name}",
+                found=f"{type(error).__name__}: {first_line(error)}",
+                fix="set ACCELERATE_USE_CPU=true, or choose another --quantize",
+                code="quantize",
+            ),
+            code=Exit.ENVIRONMENT,
         ) from error
     try:
         return model_class.open_folder(
@@ -99,8 +102,14 @@ def load(
     except (RuntimeError, ValueError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        what, fix = f"torchao can't quantize the layers of this model to {kind}", "choose another --quantize"
-        raise UserError(Problem(what, found=first_line(error), fix=fix, code="quantize")) from error
+        raise UserError(
+            Problem(
+                f"torchao can't quantize the layers of this model to {kind}",
+                found=first_line(error),
+                fix="choose another --quantize",
+                code="quantize",
+            )
+        ) from error
 
 
 def left_out(model: torch.nn.Module) -> tuple[int, list[str]]:

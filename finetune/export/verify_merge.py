@@ -64,12 +64,16 @@ def probes(
 def refuse_non_finite(rows: Sequence[torch.Tensor], folder: RunFolder) -> None:
     """Raise a UserError if logits of the fine-tuned model are NaN or Inf (exit 4)."""
     if not all(bool(row.isfinite().all()) for row in rows):
-        what, fix = (
-            "the logits of the fine-tuned model are NaN or Inf",
-            "train again with a lower learning rate",
+        raise UserError(
+            Problem(
+                "the logits of the fine-tuned model are NaN or Inf",
+                where=str(folder.weights),
+                found="NaN or Inf",
+                fix="train again with a lower learning rate",
+                code="non-finite",
+            ),
+            code=Exit.ARTIFACT,
         )
-        problem = Problem(what, where=str(folder.weights), found="NaN or Inf", fix=fix, code="non-finite")
-        raise UserError(problem, code=Exit.ARTIFACT)
 
 
 def trained(
@@ -92,11 +96,16 @@ def trained(
         base = logits(reopen.open_base(recipe), rows)
     refuse_non_finite([*tuned, *base], folder)
     if all(map(torch.equal, tuned, base)):
-        what = "the fine-tuned model equals the base model, so the merge would change nothing"
-        fix = "train more steps, or raise train.learning_rate"
-        found = f"equal logits on {len(rows):,} examples"
-        problem = Problem(what, where=str(folder.weights), found=found, fix=fix, code="merge")
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                "the fine-tuned model equals the base model, so the merge would change nothing",
+                where=str(folder.weights),
+                found=f"equal logits on {len(rows):,} examples",
+                fix="train more steps, or raise train.learning_rate",
+                code="merge",
+            ),
+            code=Exit.ARTIFACT,
+        )
     return tuned, base, scores
 
 
@@ -156,8 +165,13 @@ def reopened(
     head, embedding = opened.get_output_embeddings(), opened.get_input_embeddings()
     same = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
     if model_class.has_tied_head(opened.config) and not same:
-        found = "two tensors for output head and embeddings; the config says that they are tied"
-        raise UserError(_unverified("lost the tied output head", found), code=Exit.ARTIFACT)
+        raise UserError(
+            _unverified(
+                "lost the tied output head",
+                "two tensors for output head and embeddings; the config says that they are tied",
+            ),
+            code=Exit.ARTIFACT,
+        )
     scores = score(opened)
     result = logits(opened, rows)
     del opened, loaded, head, embedding
@@ -169,8 +183,12 @@ def reopened(
 
 def _unverified(fault: str, found: str) -> Problem:
     """Return the problem of merged weights that fail the verification, which deletes them."""
-    fix = "run the merge again; if it fails again, report a bug"
-    return Problem(f"the merged weights {fault}", found=found, fix=fix, code="merge")
+    return Problem(
+        f"the merged weights {fault}",
+        found=found,
+        fix="run the merge again; if it fails again, report a bug",
+        code="merge",
+    )
 
 
 def agreement(
@@ -212,12 +230,20 @@ def refuse_lost(report: dict[str, Any], folder: RunFolder) -> None:
     if tensors["changed"] and figures["relative"] < LOST:
         return
     lost = f"||merged - fine-tuned|| / ||fine-tuned - base|| = {figures['relative']:.3g}"
-    found = f"{lost}; {tensors['changed']} of {tensors['all']} tensors differ from the base model"
-    fix = "--dtype float32" if report["dtype"] != "float32" else "use the adapter with PEFT, without a merge"
-    what, expected = f"a merge in {report['dtype']} loses the training update", f"less than {LOST:g}"
-    why = f"{report['dtype']} rounds changes of this size"
-    texts = {"found": found, "expected": expected, "fix": fix, "why": why, "code": "merge"}
-    raise UserError(Problem(what, where=str(folder.adapter), **texts), code=Exit.ARTIFACT)
+    raise UserError(
+        Problem(
+            f"a merge in {report['dtype']} loses the training update",
+            where=str(folder.adapter),
+            found=f"{lost}; {tensors['changed']} of {tensors['all']} tensors differ from the base model",
+            expected=f"less than {LOST:g}",
+            fix="--dtype float32"
+            if report["dtype"] != "float32"
+            else "use the adapter with PEFT, without a merge",
+            why=f"{report['dtype']} rounds changes of this size",
+            code="merge",
+        ),
+        code=Exit.ARTIFACT,
+    )
 
 
 def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
@@ -225,12 +251,17 @@ def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
     figures, kind = report["against_tuned"], report["quantized"]
     if figures["kl"] < figures["kl_base"]:
         return
-    found = f"KL(fine-tuned || {kind}) = {figures['kl']:.3g} nats per token"
-    expected = f"less than KL(fine-tuned || base) = {figures['kl_base']:.3g}"
-    fix = "remove --quantize" if kind == "int8" else "--quantize int8, or remove --quantize"
-    what = f"quantization to {kind} changes the model more than training did"
-    problem = Problem(what, "", str(folder.weights), found, expected, fix, code="quantize")
-    raise UserError(problem, code=Exit.ARTIFACT)
+    raise UserError(
+        Problem(
+            f"quantization to {kind} changes the model more than training did",
+            where=str(folder.weights),
+            found=f"KL(fine-tuned || {kind}) = {figures['kl']:.3g} nats per token",
+            expected=f"less than KL(fine-tuned || base) = {figures['kl_base']:.3g}",
+            fix="remove --quantize" if kind == "int8" else "--quantize int8, or remove --quantize",
+            code="quantize",
+        ),
+        code=Exit.ARTIFACT,
+    )
 
 
 def placed(setup: Setup) -> dict[str, Any]:

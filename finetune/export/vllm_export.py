@@ -46,10 +46,16 @@ def check_adapter(adapter: Path) -> int:
                 names += file.keys()
         found = [f"the tensor {name}" for name in vllm_rules.unexpected(names)[:3]]
     if found:
-        what, why = "vLLM's LoRA loader does not accept this adapter", "see vllm/lora/peft_helper.py in vLLM"
-        fix = "remove --adapter, so that finetune exports merged weights"
-        texts = {"found": ", ".join(found), "fix": fix, "why": why, "code": "export"}
-        raise UserError(Problem(what, where=str(adapter), **texts))
+        raise UserError(
+            Problem(
+                "vLLM's LoRA loader does not accept this adapter",
+                where=str(adapter),
+                found=", ".join(found),
+                fix="remove --adapter, so that finetune exports merged weights",
+                why="see vllm/lora/peft_helper.py in vLLM",
+                code="export",
+            )
+        )
     return vllm_rules.largest_rank(config) or vllm_rules.RANKS[-1]
 
 

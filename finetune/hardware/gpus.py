@@ -83,9 +83,16 @@ def named(name: str) -> Gpu:
     if not family and " " in name and (known := of_device(name)):
         return known
     near = family or [gpu for gpu in [nearest(plain, GPUS)] if gpu]
-    fix, expected = " or ".join(f"--gpu {gpu}" for gpu in near), "" if near else choices(plain, GPUS)
-    what = "the table of GPUs has no such GPU"
-    raise UserError(Problem(what, "--gpu", found=name, expected=expected, fix=fix, code="value-choice"))
+    raise UserError(
+        Problem(
+            "the table of GPUs has no such GPU",
+            "--gpu",
+            found=name,
+            expected="" if near else choices(plain, GPUS),
+            fix=" or ".join(f"--gpu {gpu}" for gpu in near),
+            code="value-choice",
+        )
+    )
 
 
 def of_device(name: str) -> Gpu | None:

@@ -380,8 +380,12 @@ def _only_sft(state: Translation, where: str) -> None:
     if kind:
         raise common.not_sft(TOOL, f"{kind} training", where)
     if state.source.get("pretraining_dataset"):
-        text = "write the files under `datasets` with `type: completion`, and import that"
-        raise common.not_sft(TOOL, "pretraining", where, text)
+        raise common.not_sft(
+            TOOL,
+            "pretraining",
+            where,
+            "write the files under `datasets` with `type: completion`, and import that",
+        )
     if state.source.get("processor_type") or state.source.get("freeze_mm_modules"):
         raise common.not_sft(TOOL, "a model with images, audio or video", where)
     if state.source.get("num_labels") or state.source.get("diffusion"):
@@ -492,8 +496,11 @@ def _thinking(state: Translation, entry: dict[str, Any], key: str) -> None:
         if theirs == read and theirs in REASONING_KEYS:
             state.record(SAME, f"{key}.{name}", value, "finetune passes this key to the chat template too")
         else:
-            text = f"rename {theirs} in the messages to {read}, the key that the chat template reads"
-            state.unsupported(f"{key}.{name}", value, text)
+            state.unsupported(
+                f"{key}.{name}",
+                value,
+                f"rename {theirs} in the messages to {read}, the key that the chat template reads",
+            )
 
 
 def _format(state: Translation, entry: dict[str, Any], key: str, where: str) -> None:
@@ -523,12 +530,15 @@ def _role_map(given: dict[str, str | list[str]]) -> dict[str, str]:
 
 def _own_type(state: Translation, own: dict[str, Any], columns: dict[str, str], key: str) -> None:
     """Translate a type that the config describes: its columns, but not its formats."""
-    text = "finetune uses the chat template, which takes a file (`data.chat_template`)"
     for name, value in own.items():
         if name in OWN_TYPE:
             common.column(state, columns, OWN_TYPE[name], value, f"{key}.type.{name}")
         elif value is not None:
-            state.unsupported(f"{key}.type.{name}", value, text)
+            state.unsupported(
+                f"{key}.type.{name}",
+                value,
+                "finetune uses the chat template, which takes a file (`data.chat_template`)",
+            )
 
 
 def _trained(state: Translation, entry: dict[str, Any], roles: dict[str, str], key: str) -> None:
@@ -563,8 +573,11 @@ def _validation(state: Translation, tests: list[dict[str, Any]] | None) -> None:
         text = "it is off" if "data.validation" in state.recipe else "there is no validation set"
         state.record(SAME, "val_set_size", given, text)
     elif size >= 1:
-        text = "it counts examples; set `data.validation_fraction` to their share of the data"
-        state.unsupported("val_set_size", given, text)
+        state.unsupported(
+            "val_set_size",
+            given,
+            "it counts examples; set `data.validation_fraction` to their share of the data",
+        )
     else:
         state.set("data.validation_fraction", size, "val_set_size", given)
 
@@ -579,16 +592,26 @@ def _too_long(state: Translation, types: list[str]) -> None:
     value = state.take("excess_length_strategy", "drop")
     if set(types) == {"completion"}:
         state.recipe["data.too_long"] = "split"
-        text = "axolotl cuts a longer text into pieces, whatever its value; data.too_long: split"
-        state.record(TRANSLATED, "excess_length_strategy", value, text)
+        state.record(
+            TRANSLATED,
+            "excess_length_strategy",
+            value,
+            "axolotl cuts a longer text into pieces, whatever its value; data.too_long: split",
+        )
         return
     if "completion" in types:
-        text = "axolotl cuts a longer text into pieces; finetune does so only if all sources are plain text"
-        state.unsupported("data.too_long", "split", text)
+        state.unsupported(
+            "data.too_long",
+            "split",
+            "axolotl cuts a longer text into pieces; finetune does so only if all sources are plain text",
+        )
     if value == "truncate":
         state.recipe["data.too_long"] = "truncate_prompt"
-        text = "axolotl cuts the end of a longer example; finetune never cuts an answer; kept truncate_prompt"
-        state.unsupported("excess_length_strategy", value, text)
+        state.unsupported(
+            "excess_length_strategy",
+            value,
+            "axolotl cuts the end of a longer example; finetune never cuts an answer; kept truncate_prompt",
+        )
     else:
         kept = "error" if value == "raise" else "drop"
         kind = TRANSLATED if "excess_length_strategy" in state.given else SAME
@@ -609,8 +632,12 @@ def _adapter(state: Translation) -> None:
         state.recipe["adapter.type"] = "full"
         state.record(TRANSLATED, "adapter", kind, "adapter.type: full")
         for number in given:
-            text = "no adapter trains, and finetune trains all weights in full precision"
-            state.record(NOT_SUPPORTED if bits[number] else SAME, f"load_in_{number}bit", bits[number], text)
+            state.record(
+                NOT_SUPPORTED if bits[number] else SAME,
+                f"load_in_{number}bit",
+                bits[number],
+                "no adapter trains, and finetune trains all weights in full precision",
+            )
         return
     for number in given:
         listed, text = (TRANSLATED, quantized) if bits[number] else (SAME, "no quantization to this size")
@@ -632,8 +659,12 @@ def _adapter(state: Translation) -> None:
     elif modules:
         state.set("adapter.target_modules", modules, "lora_target_modules", modules)
     elif not linear:
-        text = "axolotl needs lora_target_linear or lora_target_modules; kept all-linear"
-        state.record(DIFFERS, "adapter.target_modules", None, text)
+        state.record(
+            DIFFERS,
+            "adapter.target_modules",
+            None,
+            "axolotl needs lora_target_linear or lora_target_modules; kept all-linear",
+        )
     plain = {"bnb_4bit_quant_type": four, "bnb_4bit_use_double_quant": True}
     for name, value in kwargs.items():
         listed, text = SAME, f"finetune quantizes in {four} with double quantization"
@@ -685,8 +716,12 @@ def _model_config(state: Translation) -> None:
     for key in ("model_config", "overrides_of_model_config"):
         values = dict(state.take(key) or {})
         if (logits := values.pop("output_router_logits", None)) is True:
-            text = "finetune adds the router's loss if the model's config has a coefficient"
-            state.record(SAME, f"{key}.output_router_logits", logits, text)
+            state.record(
+                SAME,
+                f"{key}.output_router_logits",
+                logits,
+                "finetune adds the router's loss if the model's config has a coefficient",
+            )
         elif logits is False:
             state.set("train.router_aux_loss_coef", 0.0, f"{key}.output_router_logits", logits)
         if (share := values.pop("router_aux_loss_coef", None)) is not None:
@@ -722,16 +757,20 @@ def _compile(state: Translation) -> None:
     mode = str(state.source.get("torch_compile_mode"))
     if mode.startswith("max-autotune") and state.recipe["speed.activation_checkpointing"] == "full":
         state.source.pop("torch_compile_mode")
-        text = "finetune excludes it with gradient_checkpointing; kept the default mode of torch.compile"
-        state.unsupported("torch_compile_mode", mode, text)
+        state.unsupported(
+            "torch_compile_mode",
+            mode,
+            "finetune excludes it with gradient_checkpointing; kept the default mode of torch.compile",
+        )
 
 
 def _template(state: Translation) -> None:
     name, jinja = state.take("chat_template"), state.take("chat_template_jinja")
     if jinja:
         if "{" in jinja:
-            text = "save it to a file, and set `data.chat_template`"
-            state.unsupported("chat_template_jinja", "(a template)", text)
+            state.unsupported(
+                "chat_template_jinja", "(a template)", "save it to a file, and set `data.chat_template`"
+            )
         else:
             state.set("data.chat_template", jinja, "chat_template_jinja", jinja)
         if name:
@@ -776,8 +815,9 @@ def _schedule(state: Translation) -> None:
         if steps is not None and ratio is not None:
             state.record(SAME, "warmup_ratio", ratio, "warmup_steps has priority")
     if state.source.get("lr_scheduler") in ("one_cycle", "rex"):
-        text = f"{SCHEDULER}; kept cosine, the default of axolotl"
-        state.unsupported("lr_scheduler", state.take("lr_scheduler"), text)
+        state.unsupported(
+            "lr_scheduler", state.take("lr_scheduler"), f"{SCHEDULER}; kept cosine, the default of axolotl"
+        )
     epochs = float(state.source.get("num_epochs") or 1.0)
     if (top := state.take("max_steps")) is not None and top > 0:
         state.set("train.max_steps", top, "max_steps", top)
@@ -851,8 +891,12 @@ def _defaults(state: Translation, gpus: int, *, is_chat: bool) -> None:
         text = END_OF_TURN if differs else "both train on the answers and their ends"
         state.record(DIFFERS if differs else SAME, "data.train_on", "assistant", text)
     if gpus > 1:
-        text = "axolotl averages the loss on each GPU first, so tokens of short examples weigh more"
-        state.keep_default("train.average_tokens_across_devices", False, True, text)
+        state.keep_default(
+            "train.average_tokens_across_devices",
+            False,
+            True,
+            "axolotl averages the loss on each GPU first, so tokens of short examples weigh more",
+        )
     precision = any(state.given.get(key) for key in ("bf16", "bfloat16", "fp16", "float16"))
     if state.recipe["adapter.type"] == "full" and precision and not state.given.get("deepspeed"):
         text = "axolotl trains 16-bit weights; finetune trains fp32 weights in mixed precision"

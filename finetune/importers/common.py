@@ -150,8 +150,9 @@ def adapter_options(state: Translation, keys: dict[str, str]) -> None:
 
 def keep_unquantized(state: Translation) -> None:
     """Keep the base model unquantized. finetune's default is `auto`."""
-    why = "on an H100, auto may store the base model in fp8"
-    state.keep_default("model.quantization", "none", "auto", why)
+    state.keep_default(
+        "model.quantization", "none", "auto", "on an H100, auto may store the base model in fp8"
+    )
 
 
 def keep_trainer_defaults(state: Translation, max_length: int, learning_rate: float) -> None:
@@ -195,10 +196,14 @@ def evaluations(
         set_evaluations(state, named, strategy, every)
     if strategy == "epoch":
         if int(number(state.given.get("max_steps")) or -1) > 0:
-            text = (
-                "finetune does not know the steps of an epoch before it reads the data; set `eval.eval_steps`"
+            state.unsupported(
+                named,
+                strategy,
+                (
+                    "finetune does not know the steps of an epoch before it reads the data; "
+                    "set `eval.eval_steps`"
+                ),
             )
-            state.unsupported(named, strategy, text)
         else:
             share = 1 / float(number(state.given.get(epochs[0])) or epochs[1])
             set_evaluations(state, named, strategy, share_of_run(share))
@@ -226,8 +231,11 @@ def set_evaluations(state: Translation, key: str, given: object, steps: float | 
     elif not steps or steps < 0:
         state.record(SAME, key, given, "finetune always evaluates at the end")
     elif state.accelerate.startswith(("fsdp", "zero3")):
-        text = "evaluation during training does not work with FSDP or ZeRO-3; finetune evaluates at the end"
-        state.unsupported(key, given, text)
+        state.unsupported(
+            key,
+            given,
+            "evaluation during training does not work with FSDP or ZeRO-3; finetune evaluates at the end",
+        )
     else:
         state.set("eval.eval_steps", steps, key, given)
 
@@ -249,15 +257,22 @@ def other_columns(state: Translation, renamed: list[dict[str, str]]) -> None:
     """
     kinds = [{ours: theirs for ours, theirs in one.items() if ours != theirs} for one in renamed]
     if any(kind != kinds[0] for kind in kinds):
-        text = "it holds for all sources, and these have other columns; rename the columns in the data"
-        state.unsupported("data.columns", {name: kind[name] for kind in kinds for name in kind}, text)
+        state.unsupported(
+            "data.columns",
+            {name: kind[name] for kind in kinds for name in kind},
+            "it holds for all sources, and these have other columns; rename the columns in the data",
+        )
 
 
 def keep_without_router_loss(state: Translation) -> None:
     """Keep the loss without the load-balancing loss of a mixture of experts. finetune adds it by default."""
     if not any(entry.key.endswith("output_router_logits") for entry in state.entries):
-        why = "only a mixture of experts has this loss, and finetune adds it by default"
-        state.keep_default("train.router_aux_loss_coef", 0.0, None, why)
+        state.keep_default(
+            "train.router_aux_loss_coef",
+            0.0,
+            None,
+            "only a mixture of experts has this loss, and finetune adds it by default",
+        )
 
 
 def keep_last_weights(state: Translation) -> None:
@@ -272,13 +287,20 @@ def not_sft(tool: str, what: str, where: str, plain_text: str = "") -> UserError
     Args:
         plain_text: for pretraining, the settings with which finetune trains on plain text.
     """
-    text = f"finetune imports supervised fine-tuning only, and this file is for {what}"
     fix = f"train it with {tool}"
-    if plain_text:
-        why = "finetune starts from a model that is trained already"
-        fix += f"; finetune can train an existing model on plain text: {plain_text}"
     why = "finetune has no preference tuning and no reinforcement learning, and reads only text"
-    return UserError(Problem(text, where=where, why=why, fix=fix, code="import"))
+    if plain_text:
+        fix += f"; finetune can train an existing model on plain text: {plain_text}"
+        why = "finetune starts from a model that is trained already"
+    return UserError(
+        Problem(
+            f"finetune imports supervised fine-tuning only, and this file is for {what}",
+            where=where,
+            why=why,
+            fix=fix,
+            code="import",
+        )
+    )
 
 
 def launch(state: Translation, gpus: int) -> None:
@@ -287,8 +309,11 @@ def launch(state: Translation, gpus: int) -> None:
     if "deepspeed" in given:
         stage, offload = _zero(given["deepspeed"])
         if stage is None:
-            text = "the name of the file has no ZeRO stage; use --accelerate zero2_8 or zero3_8"
-            state.unsupported("deepspeed", given.pop("deepspeed"), text)
+            state.unsupported(
+                "deepspeed",
+                given.pop("deepspeed"),
+                "the name of the file has no ZeRO stage; use --accelerate zero2_8 or zero3_8",
+            )
         elif stage < 2:
             state.accelerate = f"ddp_{gpus}" if gpus in (2, 4, 8) else "ddp_8"
         else:

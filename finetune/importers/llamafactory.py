@@ -232,8 +232,11 @@ def translate(state: Translation, where: str, gpus: int) -> None:
             if value:
                 state.record(TRANSLATED, key, value, "data.packing: true")
         if packing and not neat:
-            text = "without neat_packing, packed examples attend to each other; in finetune they never do"
-            state.unsupported("neat_packing", False, text)
+            state.unsupported(
+                "neat_packing",
+                False,
+                "without neat_packing, packed examples attend to each other; in finetune they never do",
+            )
     state.same("fsdp_transformer_layer_cls_to_wrap", "finetune finds the class of the layers")
     iterations = state.take("pissa_iter")
     if state.take("pissa_init", False):
@@ -242,8 +245,9 @@ def translate(state: Translation, where: str, gpus: int) -> None:
         state.record(SAME, "pissa_iter", iterations, "it belongs to pissa_init")
     _gradient_projection(state)
     if state.source.get("bf16") is False:
-        text = "LLaMA-Factory then computes in the precision of the checkpoint"
-        state.record(SAME, "bf16", state.take("bf16"), text)
+        state.record(
+            SAME, "bf16", state.take("bf16"), "LLaMA-Factory then computes in the precision of the checkpoint"
+        )
     state.apply(RULES)
     common.trainer_arguments(state)
     _defaults(state)
@@ -254,8 +258,11 @@ def _validation(state: Translation) -> None:
     """Translate the validation set that is drawn from the data, and the evaluations during training."""
     size = float(state.source.get("val_size") or 0)
     if size >= 1:
-        text = "it counts examples; set `data.validation_fraction` to their share of the data"
-        state.unsupported("val_size", state.take("val_size"), text)
+        state.unsupported(
+            "val_size",
+            state.take("val_size"),
+            "it counts examples; set `data.validation_fraction` to their share of the data",
+        )
     elif size:
         state.set("data.validation_fraction", size, "val_size", state.take("val_size"))
     common.evaluations(state, ("eval_strategy", "evaluation_strategy"), ("num_train_epochs", 3.0), 500)
@@ -274,8 +281,7 @@ def _gradient_projection(state: Translation) -> None:
         by_layer = given.pop(f"{method}_layerwise", False)
         layers = "_layerwise" if by_layer else ""
         if f"{method}_layerwise" in state.given:
-            text = f"train.optim: {method}_{kind}{layers}"
-            state.record(TRANSLATED, f"{method}_layerwise", by_layer, text)
+            state.record(TRANSLATED, f"{method}_layerwise", by_layer, f"train.optim: {method}_{kind}{layers}")
         state.set("train.optim", f"{method}_{kind}{layers}", f"use_{method}", True)
         if front := given.pop(f"{method}_scale_front", False):
             state.unsupported(f"{method}_scale_front", front, "transformers scales the gradients at the end")
@@ -290,8 +296,12 @@ def _gradient_projection(state: Translation) -> None:
         for key in given:
             state.record(TRANSLATED, key, given[key], f"train.optim_args: {state.recipe['train.optim_args']}")
         if defaults:
-            text = f"train.optim_args has LLaMA-Factory's defaults of {', '.join(defaults)}"
-            state.record(DIFFERS, "train.optim_args", state.recipe["train.optim_args"], text)
+            state.record(
+                DIFFERS,
+                "train.optim_args",
+                state.recipe["train.optim_args"],
+                f"train.optim_args has LLaMA-Factory's defaults of {', '.join(defaults)}",
+            )
 
 
 def _datasets(state: Translation, where: str) -> None:
@@ -353,15 +363,21 @@ def _described(state: Translation, names: list[str], folder: Path, where: str) -
             common.column(state, columns, ours, theirs, f"dataset.{name}.columns")
         for key in ("num_samples", "folder", *(() if info.get("hf_hub_url") else ELSEWHERE)):
             if value := info.get(key):
-                text = "finetune reads the whole files of the Hub and of this machine"
-                state.unsupported(f"dataset.{name}.{key}", value, text)
+                state.unsupported(
+                    f"dataset.{name}.{key}",
+                    value,
+                    "finetune reads the whole files of the Hub and of this machine",
+                )
         tags = info.get("tags") or {}
         if tags.get("role_tag", "from") not in ("from", "role") or tags.get("content_tag", "value") not in (
             "value",
             "content",
         ):
-            text = "finetune reads role or from, and content or value; rename the keys in the data"
-            state.unsupported(f"dataset.{name}.tags", tags, text)
+            state.unsupported(
+                f"dataset.{name}.tags",
+                tags,
+                "finetune reads role or from, and content or value; rename the keys in the data",
+            )
         for role in ("user", "assistant", "system", "tool"):
             tag = tags.get({"tool": "observation_tag"}.get(role, f"{role}_tag"))
             roles |= {tag: role} if tag and tag != role else {}
@@ -402,8 +418,11 @@ def _first_examples(state: Translation, name: str, source: Any, *, on_hub: bool)
     if number and number <= int(most):
         state.record(SAME, "max_samples", most, f"the file of {name} has {number} examples")
     else:
-        text = f"finetune reads the whole file of {name}; save its first {most} examples to another file"
-        state.unsupported("max_samples", most, text)
+        state.unsupported(
+            "max_samples",
+            most,
+            f"finetune reads the whole file of {name}; save its first {most} examples to another file",
+        )
     return source
 
 
@@ -465,8 +484,11 @@ def _adapter(state: Translation) -> None:
         for name in [name for name in state.source if name.startswith(others)]:
             state.record(SAME, name, state.source.pop(name), "no adapter trains")
         if bits:
-            text = "no adapter trains, and finetune trains all weights in full precision"
-            state.unsupported("quantization_bit", bits, text)
+            state.unsupported(
+                "quantization_bit",
+                bits,
+                "no adapter trains, and finetune trains all weights in full precision",
+            )
         state.set("adapter.type", "full", "finetuning_type", kind)
         return
     if kind not in ("lora", "oft"):
@@ -530,8 +552,9 @@ def _attention(state: Translation) -> None:
     if "disable_gradient_checkpointing" in state.given:
         state.set("speed.activation_checkpointing", kept, "disable_gradient_checkpointing", off)
     else:
-        why = "LLaMA-Factory recomputes all layers"
-        state.keep_default("speed.activation_checkpointing", kept, "auto", why)
+        state.keep_default(
+            "speed.activation_checkpointing", kept, "auto", "LLaMA-Factory recomputes all layers"
+        )
 
 
 def _defaults(state: Translation) -> None:

@@ -101,8 +101,14 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     words = _command_words(text, str(path))
     if not words and (path.suffix == ".py" or _SCRIPT.search(text)):
         instead = "write the values of its SFTConfig and ModelConfig into a YAML file, and import that file"
-        what = f"finetune can't import a Python script{' of TRL' if _SCRIPT.search(text) else ''}"
-        raise UserError(Problem(what, where=str(path), fix=instead, code="import"))
+        raise UserError(
+            Problem(
+                f"finetune can't import a Python script{' of TRL' if _SCRIPT.search(text) else ''}",
+                where=str(path),
+                fix=instead,
+                code="import",
+            )
+        )
     source = _arguments(words, str(path)) if words else _yaml(text, str(path))
     for key, (kind, instead) in OTHER_CONFIGS.items():
         if key in source:
@@ -112,27 +118,45 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     tool = tool or ("trl" if words else _tool_of(source, str(path)))
     state = Translation(TOOLS[tool].TOOL, source)
     if not source.get(MODELS[tool]):
-        what = f"the file names no model, so it is no {TOOLS[tool].TOOL} training config"
-        fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
-        texts = {
-            "found": shortened(", ".join(map(str, source)), LONGEST),
-            "expected": f"the key {MODELS[tool]}",
-        }
-        raise UserError(Problem(what, where=str(path), fix=fix, code="import", **texts))
+        raise UserError(
+            Problem(
+                f"the file names no model, so it is no {TOOLS[tool].TOOL} training config",
+                where=str(path),
+                fix="name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets",
+                code="import",
+                found=shortened(", ".join(map(str, source)), LONGEST),
+                expected=f"the key {MODELS[tool]}",
+            )
+        )
     try:
         TOOLS[tool].translate(state, str(path), gpus)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UserError(_odd_value(state, str(path))) from error
     if not state.recipe.get("data.name"):
-        what = f"the file names no dataset, so it is no {state.tool} training config"
-        fix = "use `finetune merge` for a file that merges an adapter, and `finetune chat` for one that chats"
-        raise UserError(Problem(what, where=str(path), fix=fix, code="import"))
+        raise UserError(
+            Problem(
+                f"the file names no dataset, so it is no {state.tool} training config",
+                where=str(path),
+                fix=(
+                    "use `finetune merge` for a file that merges an adapter, and "
+                    "`finetune chat` for one that chats"
+                ),
+                code="import",
+            )
+        )
     _drop_refused(state, path)
     if (size := len(recipe_text.write(state, str(path)))) > strict_yaml.MAX_BYTES:
-        expected, why = f"at most {strict_yaml.MAX_BYTES:,}", "finetune reads no larger recipe"
-        texts = {"found": f"{size:,} characters", "expected": expected, "why": why}
-        what = "the recipe of this file is too large"
-        raise UserError(Problem(what, where=str(path), fix=foreign_yaml.SHORTER, code="import", **texts))
+        raise UserError(
+            Problem(
+                "the recipe of this file is too large",
+                where=str(path),
+                fix=foreign_yaml.SHORTER,
+                code="import",
+                found=f"{size:,} characters",
+                expected=f"at most {strict_yaml.MAX_BYTES:,}",
+                why="finetune reads no larger recipe",
+            )
+        )
     return state
 
 
@@ -162,16 +186,26 @@ def _text(path: Path) -> str:
     try:
         return strict_yaml.text_of(path, "the file to import")
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
-        found = getattr(error, "strerror", None) or str(error)
-        fix = paths.similar_files(path) or "correct the path, or its permissions"
-        what, where = "finetune can't read the file", str(path)
-        raise UserError(Problem(what, where=where, found=found, fix=fix, code="import")) from error
+        raise UserError(
+            Problem(
+                "finetune can't read the file",
+                where=str(path),
+                found=getattr(error, "strerror", None) or str(error),
+                fix=paths.similar_files(path) or "correct the path, or its permissions",
+                code="import",
+            )
+        ) from error
 
 
 def _odd_value(state: Translation, where: str) -> Problem:
-    what, fix = f"{state.tool} does not accept this value", "correct the value, or remove the key"
-    found = repr(state.taken[1])[:LONGEST]
-    return Problem(what, state.taken[0], where, found, fix=fix, code="import")
+    return Problem(
+        f"{state.tool} does not accept this value",
+        state.taken[0],
+        where=where,
+        found=repr(state.taken[1])[:LONGEST],
+        fix="correct the value, or remove the key",
+        code="import",
+    )
 
 
 def _command_words(text: str, where: str) -> list[str]:
@@ -183,10 +217,16 @@ def _command_words(text: str, where: str) -> list[str]:
         try:
             words = shlex.split(line.strip(), comments=True)
         except ValueError as error:
-            what = "the command line is not valid shell syntax"
-            fix = "close the quote in this line: " + shortened(line.strip(), 80)
-            texts = {"why": "a shell would not run it either", "code": "import"}
-            raise UserError(Problem(what, where=where, found=str(error), fix=fix, **texts)) from error
+            raise UserError(
+                Problem(
+                    "the command line is not valid shell syntax",
+                    where=where,
+                    found=str(error),
+                    fix="close the quote in this line: " + shortened(line.strip(), 80),
+                    why="a shell would not run it either",
+                    code="import",
+                )
+            ) from error
         for place, word in enumerate(words):
             before = words[:place]
             launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []
@@ -225,10 +265,17 @@ def _arguments(words: list[str], where: str) -> dict[str, Any]:
 def _yaml(text: str, where: str) -> dict[str, Any]:
     found = foreign_yaml.read(text, where, unique=True)
     if not isinstance(found, dict):
-        fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
-        what, found_here = "the file is no mapping of settings", recipe_errors.show(found)
-        expected, why = "lines such as `learning_rate: 2e-4`", "each setting becomes a key of the recipe"
-        raise UserError(Problem(what, "", where, found_here, expected, fix, why=why, code="import"))
+        raise UserError(
+            Problem(
+                "the file is no mapping of settings",
+                where=where,
+                found=recipe_errors.show(found),
+                expected="lines such as `learning_rate: 2e-4`",
+                fix="name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets",
+                why="each setting becomes a key of the recipe",
+                code="import",
+            )
+        )
     return found
 
 
@@ -242,8 +289,15 @@ def _tool_of(source: dict[str, Any], where: str) -> str:
     best = max(counts, key=lambda tool: counts[tool])
     others = [tool for tool in counts if tool != best and counts[tool] == counts[best]]
     if not counts[best] or others:
-        fix = "--from axolotl, --from llamafactory or --from trl"
         what, known = "finetune can't tell which tool this file is for", ", ".join(map(str, source))
-        why = "finetune compares the keys with those of each tool"
-        raise UserError(Problem(what, "", where, shortened(known, 200), fix=fix, why=why, code="import"))
+        raise UserError(
+            Problem(
+                what,
+                where=where,
+                found=shortened(known, 200),
+                fix="--from axolotl, --from llamafactory or --from trl",
+                why="finetune compares the keys with those of each tool",
+                code="import",
+            )
+        )
     return best

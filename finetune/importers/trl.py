@@ -100,8 +100,11 @@ def translate(state: Translation, where: str, gpus: int) -> None:
         state.set("data.name", names, "datasets", mixture)
         for number, one in enumerate(mixture):
             for key in one.keys() - {"path", "name", "split"}:
-                text = "finetune has no such setting for a source; see `data.columns` and `data.name`"
-                state.unsupported(f"datasets.{number}.{key}", one[key], text)
+                state.unsupported(
+                    f"datasets.{number}.{key}",
+                    one[key],
+                    "finetune has no such setting for a source; see `data.columns` and `data.name`",
+                )
     _adapter(state)
     _loss(state)
     if attention := state.take("attn_implementation"):
@@ -116,11 +119,17 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     _validation(state)
     _dtype(state)
     mode = state.take("truncation_mode", "keep_start")
-    text = "TRL cuts a longer example; finetune never cuts an answer and skips it; see `data.too_long`"
-    state.unsupported("truncation_mode", mode, text)
+    state.unsupported(
+        "truncation_mode",
+        mode,
+        "TRL cuts a longer example; finetune never cuts an answer and skips it; see `data.too_long`",
+    )
     if "max_length" in state.source and state.source["max_length"] is None:
-        text = "finetune needs a length; set `data.max_length` to the longest example of `finetune data`"
-        state.unsupported("max_length", state.take("max_length"), text)
+        state.unsupported(
+            "max_length",
+            state.take("max_length"),
+            "finetune needs a length; set `data.max_length` to the longest example of `finetune data`",
+        )
     state.apply(RULES)
     common.trainer_arguments(state)
     _defaults(state)
@@ -138,8 +147,9 @@ def _adapter(state: Translation) -> None:
             state.record(SAME, name, state.source.pop(name), "no adapter trains without use_peft")
         for name in ("load_in_4bit", "load_in_8bit"):
             if state.given.get(name):
-                text = "no adapter trains, and finetune trains all weights in full precision"
-                state.unsupported(name, True, text)
+                state.unsupported(
+                    name, True, "no adapter trains, and finetune trains all weights in full precision"
+                )
         state.set("adapter.type", "full", "use_peft", False)
         return
     modules = state.take("lora_target_modules")
@@ -150,8 +160,11 @@ def _adapter(state: Translation) -> None:
     if quantized == four and (nested := state.take("use_bnb_nested_quant", False)):
         state.record(SAME, "use_bnb_nested_quant", nested, "finetune has double quantization")
     elif quantized == four:
-        text = "TRL has no double quantization by default, and finetune always has it"
-        state.unsupported("use_bnb_nested_quant", False, text)
+        state.unsupported(
+            "use_bnb_nested_quant",
+            False,
+            "TRL has no double quantization by default, and finetune always has it",
+        )
     state.record(TRANSLATED, "use_peft", True, f"adapter.type: {state.recipe['adapter.type']}")
     for key, theirs, ours in (("r", 16, 16), ("lora_alpha", 32, 32), ("lora_dropout", 0.05, 0.0)):
         state.keep_default(f"adapter.{key}", theirs, ours)
@@ -181,13 +194,17 @@ def _loss(state: Translation) -> None:
     elif completion:
         state.set("data.train_on", "completion", "completion_only_loss", True)
     else:
-        why = (
-            "TRL trains on all tokens of a chat; if the data has the columns prompt and completion, it "
-            "trains on the completion, so set `data.train_on: completion`"
-        )
         if completion is False:
             state.set("data.train_on", "all", "completion_only_loss", False)
-        state.keep_default("data.train_on", "all", "assistant", why)
+        state.keep_default(
+            "data.train_on",
+            "all",
+            "assistant",
+            (
+                "TRL trains on all tokens of a chat; if the data has the columns prompt and completion, it "
+                "trains on the completion, so set `data.train_on: completion`"
+            ),
+        )
     for name, value in (("assistant_only_loss", assistant), ("completion_only_loss", completion)):
         if value and not any(entry.key == name for entry in state.entries):
             state.record(SAME, name, value, f"data.train_on: {state.recipe['data.train_on']}")
@@ -203,8 +220,9 @@ def _validation(state: Translation) -> None:
         state.set("data.validation_fraction", float(size), "test_split_size", size)
     elif state.given.get("eval_strategy") in ("steps", "epoch"):
         split = state.take("dataset_test_split", "test")
-        text = "set `data.validation` to a file or `data.validation_fraction`"
-        state.unsupported("dataset_test_split", split, text)
+        state.unsupported(
+            "dataset_test_split", split, "set `data.validation` to a file or `data.validation_fraction`"
+        )
     common.evaluations(state, ("eval_strategy",), ("num_train_epochs", 3.0), 10)
 
 
@@ -252,5 +270,8 @@ def _template(state: Translation) -> None:
         if str(path).endswith(".jinja"):
             state.set("data.chat_template", path, "chat_template_path", path)
         else:
-            text = "save the chat template of this tokenizer to a file, and set `data.chat_template`"
-            state.unsupported("chat_template_path", path, text)
+            state.unsupported(
+                "chat_template_path",
+                path,
+                "save the chat template of this tokenizer to a file, and set `data.chat_template`",
+            )

@@ -61,15 +61,26 @@ def read(path: Path) -> dict[str, Any]:
         text = regular_files.read_text(path)
         made = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
-        texts = {"found": " ".join(str(error).split()), "code": "launch-config"}
-        fix = "write the file with `accelerate config --config_file FILE`"
         raise UserError(
-            Problem("the file is not an accelerate config", where=str(path), fix=fix, **texts)
+            Problem(
+                "the file is not an accelerate config",
+                where=str(path),
+                fix="write the file with `accelerate config --config_file FILE`",
+                found=" ".join(str(error).split()),
+                code="launch-config",
+            )
         ) from error
     if not isinstance(made, dict):
-        texts = {"found": type(made).__name__, "expected": "a mapping", "code": "launch-config"}
-        fix = "write the file with `accelerate config --config_file FILE`"
-        raise UserError(Problem("the file is not an accelerate config", where=str(path), fix=fix, **texts))
+        raise UserError(
+            Problem(
+                "the file is not an accelerate config",
+                where=str(path),
+                fix="write the file with `accelerate config --config_file FILE`",
+                found=type(made).__name__,
+                expected="a mapping",
+                code="launch-config",
+            )
+        )
     problems = strict_yaml.parse(text, str(path)).problems
     if twice := [problem for problem in problems if problem.what == strict_yaml.TWICE]:
         raise UserError(*twice)
@@ -127,33 +138,60 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
     found += _unread(given, where)
     for key, value in given.items():
         if key not in top:
-            fix = nearest(key, top) or "remove the key"
-            found.append(Problem("an accelerate config has no such key", key, where, fix=fix, code=CODE))
+            found.append(
+                Problem(
+                    "an accelerate config has no such key",
+                    key,
+                    where=where,
+                    fix=nearest(key, top) or "remove the key",
+                    code=CODE,
+                )
+            )
         elif key in PREFIXES and value is not None:
             if isinstance(value, dict):
                 found += [*_nested(key, value, where), *_values(key, value, where)]
             else:
-                what, expected = f"{key} must be a section", "a mapping with keys of its own"
-                texts = {"found": as_yaml(value), "expected": expected}
-                found.append(Problem(what, key, where, **texts, code=CODE))
+                found.append(
+                    Problem(
+                        f"{key} must be a section",
+                        key,
+                        where=where,
+                        found=as_yaml(value),
+                        expected="a mapping with keys of its own",
+                        code=CODE,
+                    )
+                )
     section = given.get("fp8_config")
     backend = section.get("backend") if isinstance(section, dict) else None
     if backend is not None and backend not in ("TE", "AO"):
         near = str(backend).upper()
-        texts = {"found": str(backend), "expected": "TE or AO, in upper case"}
-        fix = f"backend: {near if near in ('TE', 'AO') else 'AO'}"
-        what = "Accelerate has no such fp8 backend"
-        found.append(Problem(what, "fp8_config.backend", where, **texts, fix=fix, code=CODE))
+        found.append(
+            Problem(
+                "Accelerate has no such fp8 backend",
+                "fp8_config.backend",
+                where=where,
+                found=str(backend),
+                expected="TE or AO, in upper case",
+                fix=f"backend: {near if near in ('TE', 'AO') else 'AO'}",
+                code=CODE,
+            )
+        )
     found += [*_gpus(given, where), *_fsdp(given, where)]
     several = given.get("num_processes", 1) not in (None, 1) and given.get("distributed_type") in (
         "NO",
         "MULTI_CPU",
     )
     if several and not given.get("mpirun_config"):
-        what = "with this type, Accelerate starts one process and ignores num_processes"
-        fix = "distributed_type: MULTI_GPU (also on CPUs, with use_cpu: true)"
-        texts = {"found": str(given["distributed_type"]), "fix": fix}
-        found.append(Problem(what, "distributed_type", where, **texts, code=CODE))
+        found.append(
+            Problem(
+                "with this type, Accelerate starts one process and ignores num_processes",
+                "distributed_type",
+                where=where,
+                found=str(given["distributed_type"]),
+                fix="distributed_type: MULTI_GPU (also on CPUs, with use_cpu: true)",
+                code=CODE,
+            )
+        )
     return found
 
 
@@ -165,13 +203,28 @@ def _gpus(given: dict[str, Any], where: str) -> list[Problem]:
     ids, found = given.get("gpu_ids"), []
     several = given.get("distributed_type") == "MULTI_GPU" and (given.get("num_machines") or 1) == 1
     if ids is not None and (not isinstance(ids, str) or not re.fullmatch(_IDS, ids)):
-        texts = {"found": as_yaml(ids), "expected": 'all, or a string of numbers such as "0,1"'}
-        what = "gpu_ids must be a string that names GPUs"
-        found.append(Problem(what, "gpu_ids", where, **texts, fix="gpu_ids: all", code=CODE))
+        found.append(
+            Problem(
+                "gpu_ids must be a string that names GPUs",
+                "gpu_ids",
+                where=where,
+                found=as_yaml(ids),
+                expected='all, or a string of numbers such as "0,1"',
+                fix="gpu_ids: all",
+                code=CODE,
+            )
+        )
     elif several and ids not in (None, "all") and "," not in ids:
-        what = "a launch of type MULTI_GPU needs several GPUs"
-        fix = 'set `distributed_type: "NO"` and `num_processes: 1`, or `gpu_ids: all`'
-        found.append(Problem(what, "gpu_ids", where, found=ids, fix=fix, code=CODE))
+        found.append(
+            Problem(
+                "a launch of type MULTI_GPU needs several GPUs",
+                "gpu_ids",
+                where=where,
+                found=ids,
+                fix='set `distributed_type: "NO"` and `num_processes: 1`, or `gpu_ids: all`',
+                code=CODE,
+            )
+        )
     return found
 
 
@@ -188,19 +241,42 @@ def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
     for name, fix in FSDP1.items() if two else ():
         if name in held:
             key, value = held[name]
-            what = "the key belongs to FSDP1, and Accelerate ignores it with fsdp_version: 2"
-            texts = {"found": as_yaml(value), "fix": fix, "code": CODE}
-            found.append(Problem(what, f"fsdp_config.{key}", where, **texts))
+            found.append(
+                Problem(
+                    "the key belongs to FSDP1, and Accelerate ignores it with fsdp_version: 2",
+                    f"fsdp_config.{key}",
+                    where=where,
+                    found=as_yaml(value),
+                    fix=fix,
+                    code=CODE,
+                )
+            )
     if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
         near = nearest(policy, FSDP_AUTO_WRAP_POLICY) or "TRANSFORMER_BASED_WRAP"
         key = held["fsdp_auto_wrap_policy"][0]
-        texts = {"found": policy, "expected": ", ".join(FSDP_AUTO_WRAP_POLICY), "fix": f"{key}: {near}"}
-        found.append(Problem(UNKNOWN_VALUE, f"fsdp_config.{key}", where, **texts, code=CODE))
+        found.append(
+            Problem(
+                UNKNOWN_VALUE,
+                f"fsdp_config.{key}",
+                where=where,
+                found=policy,
+                expected=", ".join(FSDP_AUTO_WRAP_POLICY),
+                fix=f"{key}: {near}",
+                code=CODE,
+            )
+        )
     elif "fsdp_min_num_params" in held and policy.upper() != "SIZE_BASED_WRAP":
         key, value = held["fsdp_min_num_params"]
-        what = "Accelerate reads this key only with the wrap policy SIZE_BASED_WRAP"
-        fix = "remove the key, or set `fsdp_auto_wrap_policy: SIZE_BASED_WRAP`"
-        found.append(Problem(what, f"fsdp_config.{key}", where, found=as_yaml(value), fix=fix, code=CODE))
+        found.append(
+            Problem(
+                "Accelerate reads this key only with the wrap policy SIZE_BASED_WRAP",
+                f"fsdp_config.{key}",
+                where=where,
+                found=as_yaml(value),
+                fix="remove the key, or set `fsdp_auto_wrap_policy: SIZE_BASED_WRAP`",
+                code=CODE,
+            )
+        )
     return found
 
 
@@ -209,32 +285,58 @@ def _unread(given: dict[str, Any], where: str) -> list[Problem]:
     kind, found = given.get("distributed_type"), []
     for key, value in COMMAND_LINE.items():
         if given.get(key, value) not in (value, None):
-            what, texts = (
-                "Accelerate reads this key only from the command line",
-                {"found": as_yaml(given[key])},
+            found.append(
+                Problem(
+                    "Accelerate reads this key only from the command line",
+                    key,
+                    where=where,
+                    found=as_yaml(given[key]),
+                    fix=f"remove the key, or pass --{key} to accelerate launch",
+                    code=CODE,
+                )
             )
-            fix = f"remove the key, or pass --{key} to accelerate launch"
-            found.append(Problem(what, key, where, **texts, fix=fix, code=CODE))
     if kind not in KINDS:
-        what = "finetune does not support Megatron-LM" if kind == "MEGATRON_LM" else "no such type of launch"
         near = nearest(str(kind), KINDS)
         fix = f"distributed_type: {near}" if near else "use accelerate_configs/fsdp2_8.yaml"
         if kind is False:
             fix = "distributed_type: 'NO' (without quotes, YAML reads NO as false)"
-        texts = {"found": as_yaml(kind), "expected": ", ".join(KINDS), "fix": fix, "code": CODE}
-        found.append(Problem(what, "distributed_type", where, **texts))
+        found.append(
+            Problem(
+                "finetune does not support Megatron-LM"
+                if kind == "MEGATRON_LM"
+                else "no such type of launch",
+                "distributed_type",
+                where=where,
+                found=as_yaml(kind),
+                expected=", ".join(KINDS),
+                fix=fix,
+                code=CODE,
+            )
+        )
     for section, (key, value) in READ_UNDER.items():
         if given.get(section) and given.get(key) != value and kind in KINDS:
-            what, fix = f"Accelerate reads this section only with {key}: {value}", f"{key}: {value}"
             found.append(
-                Problem(what, section, where, found=f"{key}: {as_yaml(given.get(key))}", fix=fix, code=CODE)
+                Problem(
+                    f"Accelerate reads this section only with {key}: {value}",
+                    section,
+                    where=where,
+                    found=f"{key}: {as_yaml(given.get(key))}",
+                    fix=f"{key}: {value}",
+                    code=CODE,
+                )
             )
     zero = given.get("deepspeed_config")
     if isinstance(zero, dict) and zero.get("deepspeed_config_file"):
-        what = "finetune can't compare a separate DeepSpeed config file with the recipe"
-        fix = "move zero_stage and the other settings to this section"
-        key = "deepspeed_config.deepspeed_config_file"
-        found.append(Problem(what, key, where, found=str(zero["deepspeed_config_file"]), fix=fix, code=CODE))
+        found.append(
+            Problem(
+                "finetune can't compare a separate DeepSpeed config file with the recipe",
+                "deepspeed_config.deepspeed_config_file",
+                where=where,
+                found=str(zero["deepspeed_config_file"]),
+                fix="move zero_stage and the other settings to this section",
+                code=CODE,
+            )
+        )
     return found
 
 
@@ -256,15 +358,32 @@ def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
         choices = [] if key in ("backend", "fp8_backend") else [str(one) for one in action.choices or ()]
         if choices and text.lower() not in [one.lower() for one in choices]:
             near = nearest(text, choices)
-            expected = "" if near and len(choices) > MOST_CHOICES else ", ".join(choices)
-            texts = {"found": text, "expected": expected, "fix": f"{key}: {near}" if near else ""}
-            found.append(Problem(UNKNOWN_VALUE, name, where, **texts, code=CODE))
+            found.append(
+                Problem(
+                    UNKNOWN_VALUE,
+                    name,
+                    where=where,
+                    found=text,
+                    expected="" if near and len(choices) > MOST_CHOICES else ", ".join(choices),
+                    fix=f"{key}: {near}" if near else "",
+                    code=CODE,
+                )
+            )
         elif action.type is int and not (
             (text.isdecimal() and (int(text) or key not in COUNTS)) or text == "-1"
         ):
             least = "an integer of 1 or more" if key in COUNTS else "an integer"
-            what = f"{key} must be {least}"
-            found.append(Problem(what, name, where, found=text, expected=least, fix=f"{key}: 1", code=CODE))
+            found.append(
+                Problem(
+                    f"{key} must be {least}",
+                    name,
+                    where=where,
+                    found=text,
+                    expected=least,
+                    fix=f"{key}: 1",
+                    code=CODE,
+                )
+            )
     return found
 
 
@@ -275,11 +394,17 @@ def _nested(section: str, given: dict[str, Any], where: str) -> list[Problem]:
     for key in given:
         full = key if key.startswith(prefix) else f"{prefix}{key}"
         if full not in known:
-            what = f"{section} has no such key, so Accelerate would ignore it"
             shown = {name.removeprefix(prefix) for name in known}
             ends = [name for name in shown if name.endswith(f"_{key}")]
-            fix = ends[0] if ends else nearest(key.removeprefix(prefix), shown) or "remove the key"
-            found.append(Problem(what, f"{section}.{key}", where, fix=fix, code=CODE))
+            found.append(
+                Problem(
+                    f"{section} has no such key, so Accelerate would ignore it",
+                    f"{section}.{key}",
+                    where=where,
+                    fix=ends[0] if ends else nearest(key.removeprefix(prefix), shown) or "remove the key",
+                    code=CODE,
+                )
+            )
     return found
 
 

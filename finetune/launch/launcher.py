@@ -129,10 +129,17 @@ def refuse_second(config: str | None) -> None:
     """Refuse a config that is named inside a launch, which has its own config (exit 2)."""
     if config is not None:
         by = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "torchrun"
-        what = f"{by} has started this process already, so finetune would ignore the config"
         fix = "`finetune train RECIPE --accelerate CONFIG`, or `accelerate launch --config_file CONFIG "
         fix += "scripts/train.py RECIPE`"
-        raise UserError(Problem(what, "--accelerate", found=config, fix=fix, code="launch-config"))
+        raise UserError(
+            Problem(
+                f"{by} has started this process already, so finetune would ignore the config",
+                "--accelerate",
+                found=config,
+                fix=fix,
+                code="launch-config",
+            )
+        )
 
 
 def check_the_launchers() -> None:
@@ -184,10 +191,19 @@ def check_device(config: Path) -> None:
 def check_cpu(config: Path) -> None:
     """Refuse `use_cpu` with several processes if Accelerate's own launcher has ignored it (exit 2)."""
     if accelerate_config.environment(config) and detect().device == "cuda":  # `detect` reads the variable
-        what = "Accelerate's launcher ignores use_cpu for several processes, which would train on GPUs"
-        fix = "use `python -m finetune.launch` instead of `accelerate launch`, or set ACCELERATE_USE_CPU=true"
-        texts = {"found": "true, and GPUs are visible", "fix": fix, "code": "launch-config"}
-        raise UserError(Problem(what, "use_cpu", str(config), **texts))
+        raise UserError(
+            Problem(
+                "Accelerate's launcher ignores use_cpu for several processes, which would train on GPUs",
+                "use_cpu",
+                where=str(config),
+                found="true, and GPUs are visible",
+                fix=(
+                    "use `python -m finetune.launch` instead of `accelerate launch`, or set "
+                    "ACCELERATE_USE_CPU=true"
+                ),
+                code="launch-config",
+            )
+        )
 
 
 def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
@@ -219,10 +235,16 @@ def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
 def check_gpu(where: str, found: str) -> None:
     """Refuse a launch for GPUs if no GPU is visible (exit 3)."""
     if detect().device != "cuda":
-        what = "this launch is for GPUs, and no GPU is visible"
-        fix = "use accelerate_configs/cpu.yaml, or cpu_2.yaml for two processes"
-        problem = Problem(what, where=where, found=found, fix=fix, code="hardware")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "this launch is for GPUs, and no GPU is visible",
+                where=where,
+                found=found,
+                fix="use accelerate_configs/cpu.yaml, or cpu_2.yaml for two processes",
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def find(config: str) -> Path:
@@ -238,9 +260,16 @@ def find(config: str) -> Path:
     if own or not shelf.is_file():
         known = [path.stem for path in shelf.parent.glob("*.yaml")]
         near = nearest(Path(config).stem, known)
-        texts = {"found": config, "expected": f"a file, or {choices(Path(config).stem, known)}"}
-        fix, what = f"--accelerate {near}" if near else "", "finetune can't find this accelerate config"
-        raise UserError(Problem(what, "--accelerate", **texts, fix=fix, code="launch-config"))
+        raise UserError(
+            Problem(
+                "finetune can't find this accelerate config",
+                "--accelerate",
+                found=config,
+                expected=f"a file, or {choices(Path(config).stem, known)}",
+                fix=f"--accelerate {near}" if near else "",
+                code="launch-config",
+            )
+        )
     return shelf
 
 
@@ -271,9 +300,14 @@ def main(given: list[str]) -> int:
         begin_again(arguments, config)
         launch_command(arguments)
     except ValueError as error:  # Accelerate has refused its options
-        what = "Accelerate can't start this launch"
-        fix = "correct this option, or remove it"
-        _say_problems(Problem(what, found=str(error), fix=fix, code="launch-config"))
+        _say_problems(
+            Problem(
+                "Accelerate can't start this launch",
+                found=str(error),
+                fix="correct this option, or remove it",
+                code="launch-config",
+            )
+        )
         return Exit.INPUT
     except UserError as error:
         _say_problems(*error.problems)
@@ -284,9 +318,14 @@ def main(given: list[str]) -> int:
             return Exit.STOPPED
         if failure.exitcode == -signal.SIGABRT:
             what, timeout = f"SIGABRT ended rank {rank}", launch_environment.TIMEOUT
-            why = "NCCL sends it if another rank does not answer in time"
-            fix = f"find the first error above, or set {timeout} to a longer time in seconds"
-            _say_problems(Problem(what, why=why, fix=fix, code="launch-lost"))
+            _say_problems(
+                Problem(
+                    what,
+                    why="NCCL sends it if another rank does not answer in time",
+                    fix=f"find the first error above, or set {timeout} to a longer time in seconds",
+                    code="launch-lost",
+                )
+            )
             return Exit.TRAINING
         if isinstance(failure.message, str) and not failure.message.startswith("To enable traceback"):
             standard_streams.say(f"rank {rank} failed first:", *failure.message.split("\n"), error=True)
@@ -308,9 +347,17 @@ def check_shares(requested: argparse.Namespace, config: dict[str, Any]) -> None:
     count, machines = map(int, given)
     if count > 0 and count % machines:
         low = count // machines * machines
-        what = f"{machines} machines can't share {count} processes equally, so Accelerate would start {low}"
-        fix = f"--num_processes {low or machines} or {low + machines}, or torchrun for unequal machines"
-        raise UserError(Problem(what, "--num_processes", found=str(count), fix=fix, code="launch-config"))
+        raise UserError(
+            Problem(
+                f"{machines} machines can't share {count} processes equally, so Accelerate would start {low}",
+                "--num_processes",
+                found=str(count),
+                fix=(
+                    f"--num_processes {low or machines} or {low + machines}, or torchrun for unequal machines"
+                ),
+                code="launch-config",
+            )
+        )
 
 
 def begin_again(requested: argparse.Namespace, config: dict[str, Any]) -> None:
@@ -323,10 +370,15 @@ def begin_again(requested: argparse.Namespace, config: dict[str, Any]) -> None:
         return
     machines = int(requested.num_machines or config.get("num_machines") or 1)
     if machines > 1 and (requested.rdzv_backend or "static") == "static":
-        what = "only torchrun can restart processes on several machines"
-        fix = "--max_restarts 0, or torchrun as in the last lines of scripts/slurm/train.sbatch"
-        found = f"{requested.max_restarts}, on {machines} machines"
-        raise UserError(Problem(what, "--max_restarts", found=found, fix=fix, code="launch-config"))
+        raise UserError(
+            Problem(
+                "only torchrun can restart processes on several machines",
+                "--max_restarts",
+                found=f"{requested.max_restarts}, on {machines} machines",
+                fix="--max_restarts 0, or torchrun as in the last lines of scripts/slurm/train.sbatch",
+                code="launch-config",
+            )
+        )
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     requested.standalone = machines == 1  # torch's c10d rendezvous, on a free port
 

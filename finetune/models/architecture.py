@@ -125,9 +125,16 @@ def config_in(path: Path) -> Any:
             raise UserError(*problems)
         return as_config(raw)
     except (OSError, ValueError, AttributeError) as error:
-        what, fix = "finetune can't read the model's config.json", "download the model again"
-        problem = Problem(what, "model.name", str(path), str(error), fix=fix, code="model-files")
-        raise UserError(problem) from error
+        raise UserError(
+            Problem(
+                "finetune can't read the model's config.json",
+                "model.name",
+                where=str(path),
+                found=str(error),
+                fix="download the model again",
+                code="model-files",
+            )
+        ) from error
 
 
 def as_config(raw: dict[str, Any]) -> Any:

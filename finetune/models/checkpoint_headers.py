@@ -51,17 +51,30 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
             found |= _header(path)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             refuse_lfs_pointer(path, key)
-            what, text = "the file is damaged or is not a safetensors file", str(error)
-            problem = Problem(what, key, str(path), text, fix=DOWNLOAD, code="model-files")
-            raise UserError(problem) from error
+            raise UserError(
+                Problem(
+                    "the file is damaged or is not a safetensors file",
+                    key,
+                    where=str(path),
+                    found=str(error),
+                    fix=DOWNLOAD,
+                    code="model-files",
+                )
+            ) from error
     return found
 
 
 def missing_weights(missing: Collection[str]) -> Problem:
     """Return the problem of missing weights, which transformers would initialize at random."""
     what, found = f"the files lack {len(missing)} of the model's weights", ", ".join(sorted(missing)[:6])
-    why = "transformers would set these weights to random values"
-    return Problem(what, "model.name", found=f"no {found}", fix=DOWNLOAD, why=why, code="model-files")
+    return Problem(
+        what,
+        "model.name",
+        found=f"no {found}",
+        fix=DOWNLOAD,
+        why="transformers would set these weights to random values",
+        code="model-files",
+    )
 
 
 def lacks(stored: Collection[str], parameters: Iterable[str]) -> list[str]:
@@ -101,9 +114,15 @@ def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Seque
     if not differ:
         return
     name, held, wanted = differ[0]
-    what = f"{len(differ)} weights of the model have other shapes than its config.json gives"
-    found = f"{name}: {list(held)} in the files, {list(wanted)} by config.json"
-    raise UserError(Problem(what, "model.name", found=found, fix=DOWNLOAD, code="model-files"))
+    raise UserError(
+        Problem(
+            f"{len(differ)} weights of the model have other shapes than its config.json gives",
+            "model.name",
+            found=f"{name}: {list(held)} in the files, {list(wanted)} by config.json",
+            fix=DOWNLOAD,
+            code="model-files",
+        )
+    )
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:

@@ -39,10 +39,16 @@ def check(config: ModelConfig) -> None:
         raise UserError(model_files.custom_code(f"auto_map of model_type {config.model_type}"))
     if reason := unsupported(config):
         name = next(iter(getattr(config, "architectures", None) or ()), config.model_type)
-        what, found = f"finetune does not support {name}", f"model_type: {config.model_type}"
-        fix = "use a checkpoint whose config.json names a class that ends in ForCausalLM"
-        code = "model-unsupported"
-        raise UserError(Problem(what, "model.name", found=found, fix=fix, why=reason, code=code))
+        raise UserError(
+            Problem(
+                f"finetune does not support {name}",
+                "model.name",
+                found=f"model_type: {config.model_type}",
+                fix="use a checkpoint whose config.json names a class that ends in ForCausalLM",
+                why=reason,
+                code="model-unsupported",
+            )
+        )
 
 
 def unsupported(config: ModelConfig) -> str:

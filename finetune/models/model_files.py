@@ -30,11 +30,19 @@ def check_exists(model: Model) -> None:
     if not Path(model.name).is_dir() and not local_path(model.name):
         client.check_name(model.name, "model.name")
     if local_path(model.name) and not Path(model.name).exists():
-        what = f"the path {model.name} does not exist"
         found = f"looked in {Path.cwd()} and in the recipe's folder"
         near = similar_files(Path(model.name))
-        fix = f"model.name: {near}" if near else "name a folder with config.json, or a model on the Hub"
-        raise UserError(Problem(what, "model.name", found=found, fix=fix, code="model-not-found"))
+        raise UserError(
+            Problem(
+                f"the path {model.name} does not exist",
+                "model.name",
+                found=found,
+                fix=f"model.name: {near}"
+                if near
+                else "name a folder with config.json, or a model on the Hub",
+                code="model-not-found",
+            )
+        )
 
 
 def check_folder(model: Model) -> None:
@@ -52,9 +60,15 @@ def _check_old_quantization(folder: Path) -> None:
         config = folder / "config.json"
         if config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8"):
             return  # the code that reads this file reports it
-        what, found = "finetune can't train on these quantized weights", f"{folder / name}"
-        fix, code = stored_weights.WHOLE, "quantization"
-        raise UserError(Problem(what, "model.name", found=found, fix=fix, code=code))
+        raise UserError(
+            Problem(
+                "finetune can't train on these quantized weights",
+                "model.name",
+                found=f"{folder / name}",
+                fix=stored_weights.WHOLE,
+                code="quantization",
+            )
+        )
 
 
 def check_weights(model: Model) -> None:
@@ -103,9 +117,13 @@ def read_config(model: Model) -> Any:
 
 def custom_code(reason: str) -> Problem:
     """Return the problem of a model with its own code."""
-    what = "the model brings its own Python code, and finetune does not run it"
-    fix = "use a model whose architecture is part of transformers"
-    return Problem(what, "model.name", found=reason, fix=fix, code="unsafe-file")
+    return Problem(
+        "the model brings its own Python code, and finetune does not run it",
+        "model.name",
+        found=reason,
+        fix="use a model whose architecture is part of transformers",
+        code="unsafe-file",
+    )
 
 
 def pinned(model: Model) -> Model:
@@ -128,14 +146,28 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
         # Without `trust_remote_code`, transformers would ask at the terminal whether to run the model's code
         return load(model.name, revision=revision, trust_remote_code=False, **options)
     except ImportError as error:  # a package of a tokenizer or a quantized checkpoint is missing
-        what, fix = "the model needs a package that is not installed", "install the package"
-        problem = Problem(what, "model.name", found=first_line(error), fix=fix, code="package-missing")
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                "the model needs a package that is not installed",
+                "model.name",
+                found=first_line(error),
+                fix="install the package",
+                code="package-missing",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
     except (LookupError, TypeError, AttributeError, RecursionError, StrictDataclassError) as error:
-        what, found = "transformers can't read the model's files", f"{type(error).__name__}: {error}"[:300]
-        texts = {"fix": untrusted_files.DOWNLOAD_AGAIN, "why": "a file is damaged, or from another version"}
-        problem = Problem(what, "model.name", model.name, found, code="model-files", **texts)
-        raise UserError(problem) from error
+        raise UserError(
+            Problem(
+                "transformers can't read the model's files",
+                "model.name",
+                where=model.name,
+                found=f"{type(error).__name__}: {error}"[:300],
+                code="model-files",
+                fix=untrusted_files.DOWNLOAD_AGAIN,
+                why="a file is damaged, or from another version",
+            )
+        ) from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
@@ -143,8 +175,14 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
         if "model.safetensors" in reason and "use_safetensors=True" in str(error):
             raise UserError(untrusted_files.only_pickles("model.name", model.name)) from error
         if local_path(model.name):
-            what = "transformers can't load the model in this folder"
-            texts = {"fix": untrusted_files.DOWNLOAD_AGAIN, "why": "a file is missing or damaged"}
-            problem = Problem(what, "model.name", found=reason, code="model-files", **texts)
-            raise UserError(problem) from error
+            raise UserError(
+                Problem(
+                    "transformers can't load the model in this folder",
+                    "model.name",
+                    found=reason,
+                    code="model-files",
+                    fix=untrusted_files.DOWNLOAD_AGAIN,
+                    why="a file is missing or damaged",
+                )
+            ) from error
         raise UserError(client.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error

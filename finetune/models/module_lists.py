@@ -121,17 +121,29 @@ def _build(folder: Path) -> Names:
             )  # transformers repeats its warnings about the config when it loads the weights
             return of_meta_model(build_without_weights(folder))
     except ImportError as error:  # a package for images or audio is missing
-        said = " ".join(str(error).split())
-        what = "transformers needs another package to build this model"
-        problem = Problem(what, "model.name", found=said, fix="install the package", code="package-missing")
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                "transformers needs another package to build this model",
+                "model.name",
+                found=" ".join(str(error).split()),
+                fix="install the package",
+                code="package-missing",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
     except Exception as error:  # transformers may raise any error for a wrong config
         said = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(model_files.custom_code(said)) from error
-        what = "transformers can't build a model from this config.json"
-        fix = "correct the file, or download the model again"
-        raise UserError(Problem(what, "model.name", found=said, fix=fix, code="model-config")) from error
+        raise UserError(
+            Problem(
+                "transformers can't build a model from this config.json",
+                "model.name",
+                found=said,
+                fix="correct the file, or download the model again",
+                code="model-config",
+            )
+        ) from error
     finally:
         logging.disable(logging.NOTSET)
 

@@ -124,9 +124,13 @@ def _add_dequantized_check(
     whole = sum(parameter.dtype == dtype for parameter in weights)
     name = str(dtype).removeprefix("torch.")
     size = formatting.size(loaded.get_memory_footprint())
-    actual = f"{whole} of {len(weights)} weights in {name}, {size} in all"
-    how = f"weights of the live model; the checkpoint is stored in {stored}"
-    checks.add("model.quantization", f"dequantized to {name}", actual, how, ok=whole == len(weights))
+    checks.add(
+        "model.quantization",
+        expected=f"dequantized to {name}",
+        actual=f"{whole} of {len(weights)} weights in {name}, {size} in all",
+        how=f"weights of the live model; the checkpoint is stored in {stored}",
+        ok=whole == len(weights),
+    )
 
 
 def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -135,10 +139,16 @@ def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
         return
     codes = [name for name in unexpected if name.endswith(CODES)]
     if codes:
-        what = "the weights are quantized, but config.json has no quantization_config"
-        found, fix = ", ".join(sorted(codes)[:3]), stored_weights.WHOLE
-        problem = Problem(what, "model.name", found=found, fix=fix, code="quantization")
-        raise UserError(problem, code=Exit.INPUT)
+        raise UserError(
+            Problem(
+                "the weights are quantized, but config.json has no quantization_config",
+                "model.name",
+                found=", ".join(sorted(codes)[:3]),
+                fix=stored_weights.WHOLE,
+                code="quantization",
+            ),
+            code=Exit.INPUT,
+        )
     raise UserError(checkpoint_headers.missing_weights(missing))
 
 

@@ -23,15 +23,28 @@ def check(config: ModelConfig, requested: float | None) -> None:
     text = config.get_text_config()
     has_router = hasattr(text, "output_router_logits")
     if requested and not has_router:
-        what, why = "the base model has no router", "this loss is only for mixture-of-experts models"
-        key, fix, code = f"train.{COEFFICIENT}", f"remove `{COEFFICIENT}`", "recipe-conflict"
-        raise UserError(Problem(what, key, found=f"{requested:g}", fix=fix, why=why, code=code))
+        raise UserError(
+            Problem(
+                "the base model has no router",
+                f"train.{COEFFICIENT}",
+                found=f"{requested:g}",
+                fix=f"remove `{COEFFICIENT}`",
+                why="this loss is only for mixture-of-experts models",
+                code="recipe-conflict",
+            )
+        )
     coefficient = getattr(text, COEFFICIENT, None) if requested is None else requested
     counted = model_config.experts(text) and model_config.experts_of_a_token(text)
     if has_router and coefficient and not counted:
-        what = f"the config of {text.model_type} lacks the number of experts that the router loss needs"
-        key, found = f"train.{COEFFICIENT}", f"{coefficient:g}"
-        raise UserError(Problem(what, key, found=found, fix=f"{COEFFICIENT}: 0.0", code="model-config"))
+        raise UserError(
+            Problem(
+                f"the config of {text.model_type} lacks the number of experts that the router loss needs",
+                f"train.{COEFFICIENT}",
+                found=f"{coefficient:g}",
+                fix=f"{COEFFICIENT}: 0.0",
+                code="model-config",
+            )
+        )
 
 
 def count_experts(config: ModelConfig) -> dict[str, Any]:

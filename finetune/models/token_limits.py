@@ -65,10 +65,16 @@ def apply(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, rows: int) ->
     eos: Any = tokenizer.eos_token_id
     pad: Any = tokenizer.pad_token_id
     if eos >= rows:
-        what = f"the model has no embedding for the tokenizer's eos token {tokenizer.eos_token}"
-        fix, found = "use the tokenizer of this model", f"token id {eos}"
-        expected = f"a token id < {rows}"
-        raise UserError(Problem(what, "model.name", "", found, expected, fix, code="token-limit"))
+        raise UserError(
+            Problem(
+                f"the model has no embedding for the tokenizer's eos token {tokenizer.eos_token}",
+                "model.name",
+                found=f"token id {eos}",
+                expected=f"a token id < {rows}",
+                fix="use the tokenizer of this model",
+                code="token-limit",
+            )
+        )
     if pad < rows:
         return ""
     own = f"the model has no embedding for the tokenizer's padding token {tokenizer.pad_token} (id {pad})"
@@ -88,9 +94,22 @@ def room_for_answer(longest_prompt: int, longest: int | None, settings: Eval) ->
         return
     room = longest - longest_prompt
     if room <= 0:
-        what = f"a prompt of {longest_prompt} tokens leaves no room for an answer"
-        found, fix = f"the model has {longest} positions", "eval.generate: false"
-        raise UserError(Problem(what, "eval.generate", found=found, fix=fix, code="token-limit"))
-    what = f"a prompt of {longest_prompt} tokens leaves {room} of the model's {longest} positions"
-    key, fix, expected = "eval.max_new_tokens", f"eval.max_new_tokens: {room}", f"at most {room}"
-    raise UserError(Problem(what, key, "", str(new_tokens), expected, fix, code="token-limit"))
+        raise UserError(
+            Problem(
+                f"a prompt of {longest_prompt} tokens leaves no room for an answer",
+                "eval.generate",
+                found=f"the model has {longest} positions",
+                fix="eval.generate: false",
+                code="token-limit",
+            )
+        )
+    raise UserError(
+        Problem(
+            f"a prompt of {longest_prompt} tokens leaves {room} of the model's {longest} positions",
+            "eval.max_new_tokens",
+            found=str(new_tokens),
+            expected=f"at most {room}",
+            fix=f"eval.max_new_tokens: {room}",
+            code="token-limit",
+        )
+    )

@@ -61,13 +61,18 @@ def check(backend: Tokenizer, name: str) -> None:
         name: the name of the model, for messages.
     """
     if (largest := max(backend.get_vocab().values(), default=0)) > LARGEST_ID:
-        what, found, expected = (
-            "the tokenizer has an id that is too large",
-            f"{largest:,}",
-            f"at most {LARGEST_ID:,}",
+        raise UserError(
+            Problem(
+                "the tokenizer has an id that is too large",
+                "model.name",
+                where=name,
+                found=f"{largest:,}",
+                expected=f"at most {LARGEST_ID:,}",
+                fix="name another checkpoint in model.name",
+                why="finetune keeps a table of all ids",
+                code="tokenizer",
+            )
         )
-        fix, why = "name another checkpoint in model.name", "finetune keeps a table of all ids"
-        raise UserError(Problem(what, "model.name", name, found, expected, fix, why=why, code="tokenizer"))
     steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
     growth = prod(max(1, len(text)) for text in map(_inserted, steps))
     if growth > MOST_GROWTH:
@@ -76,17 +81,30 @@ def check(backend: Tokenizer, name: str) -> None:
         raise _refused("adds too many tokens", name, f"{added:,}", f"at most {MOST_ADDED:,} to each text")
     patterns = list(dict.fromkeys(text for step in steps if (text := _regex(step)) and text not in _KNOWN))
     if len(patterns) > MOST_PATTERNS or any(len(text) > LONGEST_PATTERN for text in patterns):
-        expected = f"at most {MOST_PATTERNS}, of at most {LONGEST_PATTERN:,} characters"
-        raise _refused("has too many or too long patterns", name, f"{len(patterns):,}", expected)
+        raise _refused(
+            "has too many or too long patterns",
+            name,
+            f"{len(patterns):,}",
+            f"at most {MOST_PATTERNS}, of at most {LONGEST_PATTERN:,} characters",
+        )
     if patterns and (slow := _find_slow(tuple(patterns))) is not None:
         raise _refused("has a pattern that takes too long", name, patterns[slow][:200], "another pattern")
 
 
 def _refused(what: str, name: str, found: str, expected: str) -> UserError:
-    fix = "download tokenizer.json again from the model's page, or name another model in model.name"
-    why = "such a tokenizer can fill the memory or never end"
     what, key = f"the tokenizer {what}", "model.name"
-    return UserError(Problem(what, key, name, found, expected, fix=fix, why=why, code="unsafe-file"))
+    return UserError(
+        Problem(
+            what,
+            key,
+            where=name,
+            found=found,
+            expected=expected,
+            fix="download tokenizer.json again from the model's page, or name another model in model.name",
+            why="such a tokenizer can fill the memory or never end",
+            code="unsafe-file",
+        )
+    )
 
 
 def _state(part: Any) -> Any:

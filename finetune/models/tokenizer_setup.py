@@ -42,11 +42,25 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         raise UserError(without_backend(type(tokenizer).__name__))
     tokenizer_limits.check(backend, model.name)
     if tokenizer.eos_token_id is None:
-        what, fix = "the tokenizer has no eos token", "set eos_token in the model's tokenizer_config.json"
-        raise UserError(Problem(what, "model.name", found=model.name, fix=fix, code="tokenizer"))
+        raise UserError(
+            Problem(
+                "the tokenizer has no eos token",
+                "model.name",
+                found=model.name,
+                fix="set eos_token in the model's tokenizer_config.json",
+                code="tokenizer",
+            )
+        )
     if not can_encode(backend):
-        what, fix = "the tokenizer can't encode every text", "use the tokenizer of another checkpoint"
-        raise UserError(Problem(what, "model.name", found=model.name, fix=fix, code="tokenizer"))
+        raise UserError(
+            Problem(
+                "the tokenizer can't encode every text",
+                "model.name",
+                found=model.name,
+                fix="use the tokenizer of another checkpoint",
+                code="tokenizer",
+            )
+        )
     # Ignore truncation and padding of tokenizer.json: `fit` cuts examples, and the collator pads them.
     backend.no_truncation()
     backend.no_padding()
@@ -56,9 +70,15 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     elif not is_template(tokenizer.chat_template):
-        what, found = "the tokenizer's chat template is not a string", f"{tokenizer.chat_template!r}"[:200]
-        fix = "data.chat_template: chatml"
-        raise UserError(Problem(what, "data.chat_template", "", found, fix=fix, code="chat-template"))
+        raise UserError(
+            Problem(
+                "the tokenizer's chat template is not a string",
+                "data.chat_template",
+                found=f"{tokenizer.chat_template!r}"[:200],
+                fix="data.chat_template: chatml",
+                code="chat-template",
+            )
+        )
     _check_new(model.add_tokens, tokenizer.get_vocab())
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
@@ -88,8 +108,16 @@ def _damage_named(folder: Path) -> Iterator[None]:
     except Exception:  # the libraries raise plain exceptions for a damaged file
         if (damage := _damage(folder / "tokenizer.json")) is None:
             raise
-        what, where, fix = "the tokenizer's file is damaged", str(folder / "tokenizer.json"), DOWNLOAD
-        raise UserError(Problem(what, "model.name", where, damage[:200], fix=fix, code="tokenizer")) from None
+        raise UserError(
+            Problem(
+                "the tokenizer's file is damaged",
+                "model.name",
+                where=str(folder / "tokenizer.json"),
+                found=damage[:200],
+                fix=DOWNLOAD,
+                code="tokenizer",
+            )
+        ) from None
 
 
 def _damage(path: Path) -> str | None:
@@ -169,8 +197,15 @@ def _check_new(added: list[str], vocabulary: Collection[str]) -> None:
     """Stop if the tokenizer already has a token of `model.add_tokens` (exit 2)."""
     if known := [token for token in added if token in vocabulary]:
         what, found = "the tokenizer has these tokens already", ", ".join(known)
-        fix = f"remove {found} from model.add_tokens"
-        raise UserError(Problem(what, "model.add_tokens", found=found, fix=fix, code="tokenizer"))
+        raise UserError(
+            Problem(
+                what,
+                "model.add_tokens",
+                found=found,
+                fix=f"remove {found} from model.add_tokens",
+                code="tokenizer",
+            )
+        )
 
 
 def settings(folder: Path) -> dict[str, Any] | None:
@@ -224,9 +259,14 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 def without_backend(name: str) -> Problem:
     """Return the problem of a tokenizer that runs in Python. It gives no text positions to find turns by."""
-    what, fix = "the tokenizer has no tokenizer.json", "use a model with a tokenizer.json"
-    found, why = f"{name}, a tokenizer in Python", "finetune needs the positions of tokens in the text"
-    return Problem(what, "model.name", found=found, fix=fix, why=why, code="tokenizer")
+    return Problem(
+        "the tokenizer has no tokenizer.json",
+        "model.name",
+        found=f"{name}, a tokenizer in Python",
+        fix="use a model with a tokenizer.json",
+        why="finetune needs the positions of tokens in the text",
+        code="tokenizer",
+    )
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
@@ -238,9 +278,15 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     vocabulary = tokenizer.get_vocab()
     lost = [t for t in texts if vocabulary.get(t) not in tokenizer.encode(f"0{t}0", add_special_tokens=False)]
     if lost:
-        what, found = "the tokenizer does not find this new token inside a text", ", ".join(map(repr, lost))
-        fix = "choose another text for the token, such as <my_token>"
-        raise UserError(Problem(what, "model.add_tokens", found=found, fix=fix, code="tokenizer"))
+        raise UserError(
+            Problem(
+                "the tokenizer does not find this new token inside a text",
+                "model.add_tokens",
+                found=", ".join(map(repr, lost)),
+                fix="choose another text for the token, such as <my_token>",
+                code="tokenizer",
+            )
+        )
 
 
 def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -42,15 +42,28 @@ def find(name: str | None, count: int | None) -> tuple[Hardware, int]:
     """
     if name is not None:
         gpu, cores = gpus.named(name), os.cpu_count() or 1
-        device = f"NVIDIA {' '.join(gpu.device)}"
-        found = Hardware("cuda", device, count or 1, gpu.capability, gpu.memory_gib, cores, here=False)
+        found = Hardware(
+            "cuda",
+            f"NVIDIA {' '.join(gpu.device)}",
+            count or 1,
+            gpu.capability,
+            gpu.memory_gib,
+            cores,
+            here=False,
+        )
         return found, found.count
     here = detection.detect()
     if here.device == "cpu":
         if count is not None:
-            fix = f"--gpu {next(iter(gpus.GPUS))} --gpus {count}"
-            what = "this machine has no GPU, so the plan needs --gpu"
-            raise UserError(Problem(what, "--gpus", found=str(count), fix=fix, code="hardware"))
+            raise UserError(
+                Problem(
+                    "this machine has no GPU, so the plan needs --gpu",
+                    "--gpus",
+                    found=str(count),
+                    fix=f"--gpu {next(iter(gpus.GPUS))} --gpus {count}",
+                    code="hardware",
+                )
+            )
         return here, 1
     from finetune.checkpointing import training_state  # imports torch, as `detect` did
 
@@ -61,12 +74,16 @@ def find(name: str | None, count: int | None) -> tuple[Hardware, int]:
 def on_gpus(config: Path) -> None:
     """Refuse a config for the CPU if the plan is for a GPU (exit 2)."""
     if accelerate_config.read(config).get("use_cpu") is True:
-        what, fix = (
-            "the config is for the CPU, and --gpu plans for a GPU",
-            "--accelerate ddp_8, or omit --gpu",
+        raise UserError(
+            Problem(
+                "the config is for the CPU, and --gpu plans for a GPU",
+                "--accelerate",
+                where=str(config),
+                found="use_cpu: true",
+                fix="--accelerate ddp_8, or omit --gpu",
+                code="launch-config",
+            )
         )
-        texts = {"found": "use_cpu: true", "fix": fix, "code": "launch-config"}
-        raise UserError(Problem(what, "--accelerate", str(config), **texts))
 
 
 def of_arguments(requested: PlanRequest) -> tuple[Hardware, int, Sharding | None]:

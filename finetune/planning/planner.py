@@ -123,11 +123,16 @@ def plan_launch(
             "train.per_device_train_batch_size",
             f"{by.name} does not work with a search for the batch size",
         )
-        why, fix = (
-            f"the search runs before {by.name} shards the weights",
-            f"set `{key}: 1` or a larger number",
+        raise UserError(
+            Problem(
+                what,
+                key,
+                found="auto",
+                why=f"the search runs before {by.name} shards the weights",
+                fix=f"set `{key}: 1` or a larger number",
+                code="launch-config",
+            )
         )
-        raise UserError(Problem(what, key, found="auto", why=why, fix=fix, code="launch-config"))
 
     def plan_rows(rows: int, checkpointing: str, offload: str) -> Plan:
         train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})

@@ -106,24 +106,42 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
         f"{name}_size: {size}" for name, size in sizes.items() if size > 1 and name not in ("cp", "dp_shard")
     ]
     if found is None or offloads or cut or (sizes["cp"] > 1 and found is not FSDP2):
-        what, expected = (
-            "finetune can't plan this launch",
-            "DDP, FSDP2, context parallelism, ZeRO-2 or ZeRO-3",
+        raise UserError(
+            Problem(
+                "finetune can't plan this launch",
+                "--accelerate",
+                where=str(path),
+                found="offloading" if offloads else ", ".join(cut) or f"{kind} {stage or ''}".strip(),
+                expected="DDP, FSDP2, context parallelism, ZeRO-2 or ZeRO-3",
+                fix="--accelerate fsdp2_8",
+                code=code,
+            )
         )
-        shown = "offloading" if offloads else ", ".join(cut) or f"{kind} {stage or ''}".strip()
-        texts = {"found": shown, "expected": expected, "fix": "--accelerate fsdp2_8", "code": code}
-        raise UserError(Problem(what, "--accelerate", str(path), **texts))
     if count < 1:
         what, found = "the config has no number of processes", f"num_processes: {count}"
         raise UserError(Problem(what, "--accelerate", str(path), found=found, fix="--gpus 16", code=code))
     if sizes["cp"] > 1 and count != sizes["cp"] * sizes["dp_shard"]:
-        what = "the number of processes is not dp_shard_size x cp_size of the config"
-        shown = f"{count} processes; dp_shard_size {sizes['dp_shard']} x cp_size {sizes['cp']}"
-        fix = f"--gpus {sizes['dp_shard'] * sizes['cp']}, or change dp_shard_size or cp_size"
-        raise UserError(Problem(what, "--accelerate", str(path), found=shown, fix=fix, code=code))
+        raise UserError(
+            Problem(
+                "the number of processes is not dp_shard_size x cp_size of the config",
+                "--accelerate",
+                where=str(path),
+                found=f"{count} processes; dp_shard_size {sizes['dp_shard']} x cp_size {sizes['cp']}",
+                fix=f"--gpus {sizes['dp_shard'] * sizes['cp']}, or change dp_shard_size or cp_size",
+                code=code,
+            )
+        )
     if found is ONE and count > 1:
-        what, fix = "the config starts one process", f"--gpus 1, or --accelerate ddp_8 --gpus {count}"
-        raise UserError(Problem(what, "--accelerate", str(path), found=f"{count} GPUs", fix=fix, code=code))
+        raise UserError(
+            Problem(
+                "the config starts one process",
+                "--accelerate",
+                where=str(path),
+                found=f"{count} GPUs",
+                fix=f"--gpus 1, or --accelerate ddp_8 --gpus {count}",
+                code=code,
+            )
+        )
     precision = "bf16" if precision_of_launch == "fp8" else precision_of_launch
     frozen = precision_of_launch == "fp8" and not given.get("fp8_config")
     made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)

@@ -57,10 +57,17 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
     storage = storage if storage in adapter_types.QUANTIZED else meant or storage
     reason = expert_targets.stays_in_bf16(names, config, storage)
     if meant and reason:
-        what, key = f"{adapter} can't quantize all of {names.family}", "adapter.type"
         fix = f"adapter.type: {adapter[1:]} and model.quantization: nf4"
-        left = f"{expert_targets.stacks_in_bf16(names)} would stay in bf16"
-        return [Problem(what, key, found=left, fix=fix, why=reason, code="quantization")]
+        return [
+            Problem(
+                f"{adapter} can't quantize all of {names.family}",
+                "adapter.type",
+                found=f"{expert_targets.stacks_in_bf16(names)} would stay in bf16",
+                fix=fix,
+                why=reason,
+                code="quantization",
+            )
+        ]
     quantized = storage in kernel_limits.EXPERTS_STORAGES and expert_targets.stacked(names) and not reason
     if quantized and (splitter := launch_environment.splitter()):
         what, fix = f"{splitter} can't shard quantized experts", "accelerate_configs/ddp_8.yaml"
@@ -69,9 +76,16 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
     stored = [name for name in names.linear if names.kinds[name] == "Linear"]
     if storage not in ONLY_LINEAR or stored:
         return []
-    what = f"{storage} quantizes only nn.Linear layers, and the layers of {names.family} are Conv1D"
     fix = "set `model.quantization: nf4`, or none"
-    return [Problem(what, "model.quantization", found=storage, fix=fix, code="quantization")]
+    return [
+        Problem(
+            f"{storage} quantizes only nn.Linear layers, and the layers of {names.family} are Conv1D",
+            "model.quantization",
+            found=storage,
+            fix=fix,
+            code="quantization",
+        )
+    ]
 
 
 def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
@@ -85,22 +99,32 @@ def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -
         return []
     init = options.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
-        what = f"init_lora_weights: {init} can't read a model with quantized experts"
-        fix, key = "init_lora_weights: true", "adapter.init_lora_weights"
-        return [Problem(what, key, found=init, fix=fix, code="quantization")]
+        return [
+            Problem(
+                f"init_lora_weights: {init} can't read a model with quantized experts",
+                "adapter.init_lora_weights",
+                found=init,
+                fix="init_lora_weights: true",
+                code="quantization",
+            )
+        ]
     resolved = expert_targets.resolve({**kind.defaults, **options, **kind.sets}, names, kind.peft)
     ranks = expert_targets.parameter_ranks(resolved.options, names) if kind.peft == "lora" else {}
     largest = max(ranks.values(), default=0)
     if largest <= kernel_limits.MAX_EXPERTS_RANK:
         return []
-    what, why = (
-        "the rank on quantized experts is too large",
-        "gate_up_proj holds two layers, and can get twice r",
-    )
-    expected = f"at most {kernel_limits.MAX_EXPERTS_RANK}"
     times = max(1, largest // resolved.options.get("r", largest))
-    fix = f"adapter.r: {kernel_limits.MAX_EXPERTS_RANK // times}"
-    return [Problem(what, "adapter.r", "", str(largest), expected, fix, why=why, code="quantization")]
+    return [
+        Problem(
+            "the rank on quantized experts is too large",
+            "adapter.r",
+            found=str(largest),
+            expected=f"at most {kernel_limits.MAX_EXPERTS_RANK}",
+            fix=f"adapter.r: {kernel_limits.MAX_EXPERTS_RANK // times}",
+            why="gate_up_proj holds two layers, and can get twice r",
+            code="quantization",
+        )
+    ]
 
 
 def check_trainable_token_rows(recipe: Recipe, names: Names) -> list[Problem]:

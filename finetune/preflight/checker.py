@@ -233,9 +233,15 @@ def _model(recipe: Recipe) -> list[str]:
     model_files.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
         if recipe.model.revision:
-            what, found = "a model in a local folder has no revisions", recipe.model.revision
-            fix = "remove `model.revision`"
-            raise UserError(Problem(what, "model.revision", found=found, fix=fix, code="recipe-conflict"))
+            raise UserError(
+                Problem(
+                    "a model in a local folder has no revisions",
+                    "model.revision",
+                    found=recipe.model.revision,
+                    fix="remove `model.revision`",
+                    code="recipe-conflict",
+                )
+            )
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
         model_class.check(config)
         stored = model_checks.check_stored(recipe, config)
@@ -264,8 +270,14 @@ def _data(recipe: Recipe) -> list[str]:
     notes = []
     named = source_loading.named(data)
     if not data.name or not all(source.name for source, _ in named):
-        fix = "set `data.name` to a file, a folder or a dataset on the Hub"
-        raise UserError(Problem("a source has no name", "data.name", fix=fix, code="missing-key"))
+        raise UserError(
+            Problem(
+                "a source has no name",
+                "data.name",
+                fix="set `data.name` to a file, a folder or a dataset on the Hub",
+                code="missing-key",
+            )
+        )
     for source, key in named:
         if source_loading.files_of(source, key) is None:
             pinned = client.COMMIT.fullmatch(source.revision or "")
@@ -331,10 +343,16 @@ def _trackers(recipe: Recipe) -> list[str]:
     if trackers in (["none"], []):
         return []
     if len(trackers) > MOST_TRACKERS:
-        found, expected = f"{len(trackers):,}", f"at most {MOST_TRACKERS}"
-        what = "the list of trackers is too long"
-        fix = "train.report_to: tensorboard"
-        raise UserError(Problem(what, key, found=found, expected=expected, fix=fix, code="value-range"))
+        raise UserError(
+            Problem(
+                "the list of trackers is too long",
+                key,
+                found=f"{len(trackers):,}",
+                expected=f"at most {MOST_TRACKERS}",
+                fix="train.report_to: tensorboard",
+                code="value-range",
+            )
+        )
     known = upstream_options.trackers()
     if trackers == ["all"]:
         found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))
@@ -345,17 +363,25 @@ def _trackers(recipe: Recipe) -> list[str]:
     missing = [name for name in trackers if not _tracker_installed(name)]
     if missing:
         fix = packages.install_command(*(TRACKERS.get(name, (name, name))[1] for name in missing))
-        what, found = "a tracker is not installed", ", ".join(missing)
-        problem = Problem(what, key, found=found, fix=fix, code="package-missing")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "a tracker is not installed", key, found=", ".join(missing), fix=fix, code="package-missing"
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     return []
 
 
 def _unknown_tracker(name: str, known: Collection[str]) -> Problem:
     near, what = meant("train.report_to", name, known), "Transformers has no such tracker"
-    expected = "" if near else "none, all, or a tracker such as tensorboard, wandb or mlflow"
-    fix = f"train.report_to: {near}" if near else "train.report_to: none"
-    return Problem(what, "train.report_to", found=name, expected=expected, fix=fix, code="value-choice")
+    return Problem(
+        what,
+        "train.report_to",
+        found=name,
+        expected="" if near else "none, all, or a tracker such as tensorboard, wandb or mlflow",
+        fix=f"train.report_to: {near}" if near else "train.report_to: none",
+        code="value-choice",
+    )
 
 
 def _tracker_installed(name: str) -> bool:

@@ -168,8 +168,13 @@ def _failing(adapted: nn.Module, adapter: Adapter, error: Exception) -> Problem:
         return name_problems.describe_failing(layer, picked, adapter.options(), kind.peft, said)
     if kind.prompt:
         return _no_vectors(adapter, said)
-    what, fix = f"the forward pass of this model fails with {adapter.type}", "adapter.type: lora"
-    return Problem(what, "adapter.type", found=said, fix=fix, code="adapter-type")
+    return Problem(
+        f"the forward pass of this model fails with {adapter.type}",
+        "adapter.type",
+        found=said,
+        fix="adapter.type: lora",
+        code="adapter-type",
+    )
 
 
 def _failing_layer(adapted: nn.Module, error: Exception) -> str:
@@ -183,12 +188,17 @@ def _failing_layer(adapted: nn.Module, error: Exception) -> str:
 
 def _no_vectors(adapter: Adapter, said: str) -> Problem:
     """Return the problem of an adapter with virtual tokens in a cache that the model does not use."""
-    what = f"{adapter.type} does not train with this model"
-    why = (
-        f"{adapter.type} puts virtual tokens into the key-value cache, and the model does not use that cache"
+    return Problem(
+        f"{adapter.type} does not train with this model",
+        "adapter.type",
+        found=said,
+        why=(
+            f"{adapter.type} puts virtual tokens into the key-value cache, and the model does "
+            "not use that cache"
+        ),
+        fix="adapter.type: prompt_tuning",
+        code="adapter-type",
     )
-    fix = "adapter.type: prompt_tuning"
-    return Problem(what, "adapter.type", found=said, why=why, fix=fix, code="adapter-type")
 
 
 def _unreached_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
@@ -246,7 +256,13 @@ def _problems(adapted: nn.Module, lost: list[str], adapter: Adapter) -> list[Pro
         picked = getattr(adapted, "targeted_module_names", [])
         problems.append(name_problems.describe_without_gradient(left, picked, options, kind.peft))
     if saved:
-        what = "these modules would never train, because the model's forward pass does not use them"
-        texts = {"found": ", ".join(saved), "fix": f"remove {', '.join(whole)} from modules_to_save"}
-        problems.append(Problem(what, "adapter.modules_to_save", **texts, code="no-gradient"))
+        problems.append(
+            Problem(
+                "these modules would never train, because the model's forward pass does not use them",
+                "adapter.modules_to_save",
+                found=", ".join(saved),
+                fix=f"remove {', '.join(whole)} from modules_to_save",
+                code="no-gradient",
+            )
+        )
     return problems

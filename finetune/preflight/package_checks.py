@@ -34,15 +34,23 @@ def _attention(name: str) -> Problem | None:
     how = attention_choice.not_installed(name)
     if not how:
         return None
-    fix = f"set `model.attention: auto`; or, on a machine with an NVIDIA GPU: {how}"
-    what = f"the attention kernel {name} is not installed"
-    return Problem(what, "model.attention", found=name, fix=fix, code="package-missing")
+    return Problem(
+        f"the attention kernel {name} is not installed",
+        "model.attention",
+        found=name,
+        fix=f"set `model.attention: auto`; or, on a machine with an NVIDIA GPU: {how}",
+        code="package-missing",
+    )
 
 
 def _adapter(peft_type: str) -> Problem | None:
     module, package = ADAPTERS.get(peft_type, ("", ""))
     if not module or packages.installed(module):
         return None
-    what = f"PEFT's {peft_type} needs the package {package}, which is not installed"
-    fix = packages.install_command(package)
-    return Problem(what, "adapter.type", found=peft_type, fix=fix, code="package-missing")
+    return Problem(
+        f"PEFT's {peft_type} needs the package {package}, which is not installed",
+        "adapter.type",
+        found=peft_type,
+        fix=packages.install_command(package),
+        code="package-missing",
+    )

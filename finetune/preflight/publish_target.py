@@ -20,8 +20,9 @@ def check_recipe(recipe: Recipe) -> list[str]:
     if recipe.publish.repo is None or recipe.origin.path.resolve().name != RESOLVED or not target:
         return []
     named = " ".join(f"{key}={json.dumps(value)}" for key, value in target.items())
-    fix = f"add `publish.repo=null` to the command; to publish to this place, add `{named}`"
-    raise UserError(problem(recipe, fix))
+    raise UserError(
+        problem(recipe, f"add `publish.repo=null` to the command; to publish to this place, add `{named}`")
+    )
 
 
 def of_file(recipe: Recipe) -> dict[str, Any]:
@@ -35,8 +36,14 @@ def of_file(recipe: Recipe) -> dict[str, Any]:
 def problem(recipe: Recipe, fix: str) -> Problem:
     """Return the problem of a place to publish that only a run folder sets."""
     target, section = of_file(recipe), recipe.publish
-    what = "only the run folder says where to publish this run, or that it is public"
     found = f"{section.repo} ({'private' if section.private else 'public'})"
     found += f", branch {section.revision}" if section.revision else ""
-    why, place = "the run folder may come from another person", str(recipe.origin.path)
-    return Problem(what, next(iter(target)), place, found, why=why, fix=fix, code="publish-target")
+    return Problem(
+        "only the run folder says where to publish this run, or that it is public",
+        next(iter(target)),
+        where=str(recipe.origin.path),
+        found=found,
+        why="the run folder may come from another person",
+        fix=fix,
+        code="publish-target",
+    )

@@ -85,8 +85,15 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         found = error.strerror or str(error)
-        what, fix = "finetune can't create the output folder", "choose another folder with --output"
-        raise UserError(Problem(what, "", str(folder), found, fix=fix, code="path")) from error
+        raise UserError(
+            Problem(
+                "finetune can't create the output folder",
+                where=str(folder),
+                found=found,
+                fix="choose another folder with --output",
+                code="path",
+            )
+        ) from error
     # use one process on one GPU, because the Trainer would use all GPUs
     given = launcher.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
     alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}

@@ -167,10 +167,16 @@ def check_checkpoint(config: ModelConfig) -> None:
     """
     stored = stored_weights.read(config)
     if stored and stored.storage != "fp8":
-        what, fix = "the fp8 base model can't use this quantized checkpoint exactly", stored_weights.WHOLE
-        expected = "e4m3 with a scale for each output (compressed-tensors), or no quantization"
-        key, code = "model.name", "quantization"
-        raise UserError(Problem(what, key, "", str(stored), expected, fix, code=code))
+        raise UserError(
+            Problem(
+                "the fp8 base model can't use this quantized checkpoint exactly",
+                "model.name",
+                found=str(stored),
+                expected="e4m3 with a scale for each output (compressed-tensors), or no quantization",
+                fix=stored_weights.WHOLE,
+                code="quantization",
+            )
+        )
 
 
 def products(layers: list[Any]) -> int:

@@ -83,9 +83,12 @@ def prepare(model: PreTrainedModel, section: Qat | None, checks: RunChecks | Non
     ):  # new layers draw initial weights, so restore the random state
         quantize_(model, QATConfig(config, step=QATStep.PREPARE), filter_fn=lambda _, name: name in linear)
     if checks:
-        how = "layers that torchao prepared, of those that are linear and not the output head"
-        actual = f"{len(rounding(model))} layers, {describe(section)}"
-        checks.add("speed.qat", f"{len(linear)} layers, {describe(section)}", actual, how)
+        checks.add(
+            "speed.qat",
+            expected=f"{len(linear)} layers, {describe(section)}",
+            actual=f"{len(rounding(model))} layers, {describe(section)}",
+            how="layers that torchao prepared, of those that are linear and not the output head",
+        )
     return model
 
 
@@ -99,12 +102,16 @@ def check_group_size(section: Qat, inputs: Mapping[str, int]) -> None:
     uneven = [f"{name} ({width})" for name, width in sorted(inputs.items()) if width % size]
     if uneven:
         found = f"{', '.join(uneven[:3])}{' ...' if len(uneven) > 3 else ''}"
-        what, expected = (
-            "the group size does not divide the inputs of these layers",
-            "a divisor of each input",
+        raise UserError(
+            Problem(
+                "the group size does not divide the inputs of these layers",
+                "speed.qat.group_size",
+                found=f"{size}; {found}",
+                expected="a divisor of each input",
+                fix="group_size: null",
+                code="quantization",
+            )
         )
-        key, code, fix = "speed.qat.group_size", "quantization", "group_size: null"
-        raise UserError(Problem(what, key, "", f"{size}; {found}", expected, fix, code=code))
 
 
 def rounding(model: torch.nn.Module) -> dict[str, Any]:
@@ -187,9 +194,17 @@ def _merging(name: str, layer: nn.Module) -> Callable[[Any], Merged]:
     if type(layer) in (lora.Linear, adalora.SVDLinear) and variant is None and not biased:
         return _added
     found = f"{type(layer).__module__}.{type(layer).__name__}, {type(variant).__name__}, lora_bias {biased}"
-    what, why = "`speed.qat` does not support this adapter layer", "QAT needs the merged weight of the layer"
     found, fix = f"{name}: {found}", "use adapter.type: lora, with fewer options"
-    raise UserError(Problem(what, "adapter", found=found, fix=fix, why=why, code="speed-option"))
+    raise UserError(
+        Problem(
+            "`speed.qat` does not support this adapter layer",
+            "adapter",
+            found=found,
+            fix=fix,
+            why="QAT needs the merged weight of the layer",
+            code="speed-option",
+        )
+    )
 
 
 def _added(layer: Any) -> Merged:
@@ -236,7 +251,10 @@ class Watch:
             return
         share = f", by {sum(changes) / max(1, len(changes)):.2%} of its norm on average"
         expected, actual = f"{len(self.layers)} layers quantize their weight", f"{changed} layers"
-        how = "||rounded - weight|| / ||weight|| in the first forward pass of training"
         checks.add(
-            "fake quantization in step 1", expected, actual + share, how, ok=changed == len(self.layers)
+            "fake quantization in step 1",
+            expected=expected,
+            actual=actual + share,
+            how="||rounded - weight|| / ||weight|| in the first forward pass of training",
+            ok=changed == len(self.layers),
         )

@@ -212,5 +212,11 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 def merge_refusal() -> UserError:
     """Return the error of PEFT's `merge`, which would add the adapter to a temporary copy of the weights."""
-    what, fix = "an adapter can't be merged into quantized experts", "finetune merge RUN"
-    return UserError(Problem(what, "model.quantization", fix=fix, code="merge"))
+    return UserError(
+        Problem(
+            "an adapter can't be merged into quantized experts",
+            "model.quantization",
+            fix="finetune merge RUN",
+            code="merge",
+        )
+    )

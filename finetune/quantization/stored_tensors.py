@@ -71,8 +71,11 @@ def problems(
         found = list(_faults(stored, declared, tensors))
         what = f"{len(found)} quantized weights of the model do not fit their scales"
         why = "training would run on other weights than those of the checkpoint"
-    texts = {"found": "; ".join(found[:3]), "fix": DOWNLOAD, "why": why, "code": "model-files"}
-    return [Problem(what, "model.name", **texts)] if found else []
+    return (
+        [Problem(what, "model.name", found="; ".join(found[:3]), fix=DOWNLOAD, why=why, code="model-files")]
+        if found
+        else []
+    )
 
 
 def _integers(tensors: Mapping[str, StoredTensor]) -> Iterator[str]:

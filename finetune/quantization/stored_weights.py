@@ -124,9 +124,15 @@ def slow_pattern(config: ModelConfig, names: Callable[[], Collection[str]]) -> l
     slow = pattern_time.find_slow([pattern for _, pattern in patterns], names()) if patterns else None
     if slow is None:
         return []
-    what = f"a regular expression in the {DECLARED} takes too long"
-    found, fix = patterns[slow][0][:200], "write the names of the modules"
-    return [Problem(what, "model.name", found=found, fix=fix, code="unsafe-file")]
+    return [
+        Problem(
+            f"a regular expression in the {DECLARED} takes too long",
+            "model.name",
+            found=patterns[slow][0][:200],
+            fix="write the names of the modules",
+            code="unsafe-file",
+        )
+    ]
 
 
 def complete(config: ModelConfig, **values: object) -> None:
@@ -167,9 +173,14 @@ def describe(stored: Stored) -> str:
 
 def refusal(stored: Stored) -> Problem:
     """Return the problem that checkpoints of this method cannot be trained on."""
-    what = f"finetune can't train on weights that {stored.method} quantized ({DECLARED})"
-    expected = f"16-bit weights, or bitsandbytes, {', '.join(DEQUANTIZED)}"
-    return Problem(what, "model.name", "", str(stored), expected, WHOLE, code="quantization")
+    return Problem(
+        f"finetune can't train on weights that {stored.method} quantized ({DECLARED})",
+        "model.name",
+        found=str(stored),
+        expected=f"16-bit weights, or bitsandbytes, {', '.join(DEQUANTIZED)}",
+        fix=WHOLE,
+        code="quantization",
+    )
 
 
 def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
@@ -179,22 +190,48 @@ def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
     if not stored.trains:
         return [refusal(stored)]
     if requested not in ("auto", stored.storage) and not (requested == "none" and stored.dequantizes):
-        what = f"the checkpoint is stored in {stored} already ({DECLARED})"
-        key, code, fix = "model.quantization", "quantization", f"model.quantization: auto, or {WHOLE}"
-        return [Problem(what, key, "", requested, "auto", fix, code=code)]
+        return [
+            Problem(
+                f"the checkpoint is stored in {stored} already ({DECLARED})",
+                "model.quantization",
+                found=requested,
+                expected="auto",
+                fix=f"model.quantization: auto, or {WHOLE}",
+                code="quantization",
+            )
+        ]
     if stored.dequantizes and meant:
-        what = f"{name} needs a base model that is not quantized yet, to quantize it to {meant}"
-        fix = f"adapter.type: {name.removeprefix('q')}, or {WHOLE}"
-        return [Problem(what, "adapter.type", found=found, fix=fix, code="quantization")]
+        return [
+            Problem(
+                f"{name} needs a base model that is not quantized yet, to quantize it to {meant}",
+                "adapter.type",
+                found=found,
+                fix=f"adapter.type: {name.removeprefix('q')}, or {WHOLE}",
+                code="quantization",
+            )
+        ]
     if not stored.stays:
         return []
     if name == "full":
-        what, fix = "full fine-tuning can't train quantized weights", f"adapter.type: lora, or {WHOLE}"
-        return [Problem(what, "adapter.type", found=found, fix=fix, code="quantization")]
+        return [
+            Problem(
+                "full fine-tuning can't train quantized weights",
+                "adapter.type",
+                found=found,
+                fix=f"adapter.type: lora, or {WHOLE}",
+                code="quantization",
+            )
+        ]
     if meant and stored.storage not in FOUR_BIT:
-        what = f"{name} needs a 4-bit base model, and the checkpoint is stored in {stored}"
-        fix = f"adapter.type: {name.removeprefix('q')}, or {WHOLE}"
-        return [Problem(what, "adapter.type", found=found, fix=fix, code="quantization")]
+        return [
+            Problem(
+                f"{name} needs a 4-bit base model, and the checkpoint is stored in {stored}",
+                "adapter.type",
+                found=found,
+                fix=f"adapter.type: {name.removeprefix('q')}, or {WHOLE}",
+                code="quantization",
+            )
+        ]
     return _of_options(stored, recipe)
 
 

@@ -82,11 +82,17 @@ def adalora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "
     options.setdefault("tinit", steps // 10)
     options.setdefault("tfinal", steps // 3)
     if options["init_r"] <= options["target_r"]:
-        found = f"init_r: {options['init_r']}, target_r: {options['target_r']}"
-        what, why = "`init_r` is not larger than `target_r`", "AdaLoRA starts with init_r and removes ranks"
-        expected, fix = "init_r > target_r", f"init_r: {ceil(1.5 * options['target_r'])}"
-        key = "adapter.init_r"
-        raise UserError(Problem(what, key, "", found, expected, fix, why=why, code="adapter-option"))
+        raise UserError(
+            Problem(
+                "`init_r` is not larger than `target_r`",
+                "adapter.init_r",
+                found=f"init_r: {options['init_r']}, target_r: {options['target_r']}",
+                expected="init_r > target_r",
+                fix=f"init_r: {ceil(1.5 * options['target_r'])}",
+                why="AdaLoRA starts with init_r and removes ranks",
+                code="adapter-option",
+            )
+        )
     if steps < 2 or options["tinit"] + options["tfinal"] >= steps - 1:
         texts = no_rank_steps(options["tinit"], options["tfinal"], steps)
         raise UserError(Problem(NO_RANK_STEPS, "adapter.tinit", **texts))

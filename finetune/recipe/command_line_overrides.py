@@ -20,10 +20,15 @@ def apply_overrides(
         section, dot, name = key.partition(".")
         where = f"override {text!r}" if len(text) <= SHOWN else f"override {text[:SHOWN]!r}..."
         if not (equals and dot and name):
-            expected = "section.key=value, such as train.learning_rate=1e-4"
-            what = "this text is not an override of a recipe key"
-            fix = "train.learning_rate=1e-4"
-            problems.append(Problem(what, where=where, expected=expected, fix=fix, code="command-line"))
+            problems.append(
+                Problem(
+                    "this text is not an override of a recipe key",
+                    where=where,
+                    expected="section.key=value, such as train.learning_rate=1e-4",
+                    fix="train.learning_rate=1e-4",
+                    code="command-line",
+                )
+            )
             continue
         document = strict_yaml.parse(value, where)
         problems += document.problems
@@ -32,8 +37,7 @@ def apply_overrides(
             origin.where.setdefault(path[:depth], where)
             if not isinstance(target.setdefault(part, {}), dict):
                 key, what = ".".join(path[:depth]), "this key has a value and no keys below it"
-                fix = f"{key}=..."
-                problems.append(Problem(what, key, where, fix=fix, code="command-line"))
+                problems.append(Problem(what, key, where=where, fix=f"{key}=...", code="command-line"))
                 target = {}
                 break
             target = target[part]

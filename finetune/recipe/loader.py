@@ -44,9 +44,16 @@ def load(
     document = _read(origin.path)
     raw, problems = document.value, list(document.problems)
     if not isinstance(raw, dict):
-        what, expected = "the file is not a recipe", "a mapping with the sections model, data and adapter"
-        found, fix = recipe_errors.show(raw), command("recipes", "quickstart", "--copy", ".")
-        raise UserError(Problem(what, "", str(path), found, expected, fix, code="recipe-file"))
+        raise UserError(
+            Problem(
+                "the file is not a recipe",
+                where=str(path),
+                found=recipe_errors.show(raw),
+                expected="a mapping with the sections model, data and adapter",
+                fix=command("recipes", "quickstart", "--copy", "."),
+                code="recipe-file",
+            )
+        )
     origin.where = document.where
     if format_version == 1:
         raw = renames.current_recipe(raw)
@@ -110,9 +117,15 @@ def _read(path: Path) -> strict_yaml.Document:
         near, ships = paths.similar_files(path), shipped_files.named(path)
         if ships and not os.path.exists(near):
             near = command("recipes", ships, "--copy", ".")
-        fix, found = near or "finetune recipes", error.strerror or str(error)
-        what = "finetune can't read the recipe"
-        raise UserError(Problem(what, where=str(path), found=found, fix=fix, code="recipe-file")) from None
+        raise UserError(
+            Problem(
+                "finetune can't read the recipe",
+                where=str(path),
+                found=error.strerror or str(error),
+                fix=near or "finetune recipes",
+                code="recipe-file",
+            )
+        ) from None
     return strict_yaml.parse(text, str(path))
 
 
@@ -121,20 +134,42 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
     adapter, types = raw.get("adapter"), adapter_types.all_types()
     if not isinstance(adapter, dict) or "type" not in adapter:
         if isinstance(adapter, dict):
-            where = origin.where.get(("adapter",), "")
-            what, fix = "the recipe lacks this required key", "type: lora"
-            return "", [Problem(what, "adapter.type", where, fix=fix, code="missing-key")]
+            return "", [
+                Problem(
+                    "the recipe lacks this required key",
+                    "adapter.type",
+                    where=origin.where.get(("adapter",), ""),
+                    fix="type: lora",
+                    code="missing-key",
+                )
+            ]
         return "", []  # the validation of the sections reports it
     name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
     if not isinstance(name, str) or name not in types:
         offered = [name for name, kind in types.items() if not kind.refused]
         found, near = recipe_errors.show(name), meant("adapter.type", str(name).replace("-", "_"), offered)
-        expected = "" if near else recipe_errors.choices(str(name), offered)
-        fix, what = f"type: {near}" if near else "type: lora", "unknown adapter type"
-        return "", [Problem(what, "adapter.type", where, found, expected, fix, code="adapter-type")]
+        return "", [
+            Problem(
+                "unknown adapter type",
+                "adapter.type",
+                where=where,
+                found=found,
+                expected="" if near else recipe_errors.choices(str(name), offered),
+                fix=f"type: {near}" if near else "type: lora",
+                code="adapter-type",
+            )
+        ]
     if types[name].refused:
-        what, why = f"finetune does not support PEFT's {name}", types[name].refused
-        return "", [Problem(what, "adapter.type", where, fix="type: lora", why=why, code="adapter-type")]
+        return "", [
+            Problem(
+                f"finetune does not support PEFT's {name}",
+                "adapter.type",
+                where=where,
+                fix="type: lora",
+                why=types[name].refused,
+                code="adapter-type",
+            )
+        ]
     return name, []
 
 
@@ -151,10 +186,16 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
     ]:
         value, name = adapter.pop(key), adapter_types.called(kind, key)
         if name and not swapped:
-            where = origin.where.get(("adapter", key), "")
-            what, fix = f"{kind} has this key under another name", f"{name}: {value}"
-            shown = recipe_errors.show(value)
-            found.append(Problem(what, f"adapter.{key}", where, shown, fix=fix, code="renamed-key"))
+            found.append(
+                Problem(
+                    f"{kind} has this key under another name",
+                    f"adapter.{key}",
+                    where=origin.where.get(("adapter", key), ""),
+                    found=recipe_errors.show(value),
+                    fix=f"{name}: {value}",
+                    code="renamed-key",
+                )
+            )
             continue
         instead = f". {kind} calls it `{name}`" if name else ""
         origin.notices.append(f"adapter.{key}: finetune ignores {value}: {kind} has no such key{instead}")

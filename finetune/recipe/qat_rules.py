@@ -36,8 +36,12 @@ def missing() -> Problem | None:
     """Return a problem if torchao, an optional package, is not installed."""
     if packages.installed("torchao"):
         return None
-    what, fix = "QAT needs torchao, which is not installed", packages.install_extra("quantize")
-    return Problem(what, "speed.qat", fix=fix, code="package-missing")
+    return Problem(
+        "QAT needs torchao, which is not installed",
+        "speed.qat",
+        fix=packages.install_extra("quantize"),
+        code="package-missing",
+    )
 
 
 def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:

@@ -120,11 +120,17 @@ def secrets(
         here = (*path, str(key))
         named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
         if named or (isinstance(value, str) and masked(value, known) != value):
-            fix = "remove it, and set HF_TOKEN in the environment or run `hf auth login`"
             place = masked(place_of(here, where), known)  # the place of an override is its text
-            text, why = "the recipe holds a secret", "recipes are shared and uploaded"
             found.append(
-                Problem(text, ".".join(here), place, "****", fix=fix, why=why, code=SECRET_IN_RECIPE)
+                Problem(
+                    "the recipe holds a secret",
+                    ".".join(here),
+                    where=place,
+                    found="****",
+                    fix="remove it, and set HF_TOKEN in the environment or run `hf auth login`",
+                    why="recipes are shared and uploaded",
+                    code=SECRET_IN_RECIPE,
+                )
             )
             raw[key] = None  # no later message shows it
         else:
@@ -156,12 +162,11 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     problems: list[Problem] = []
     for key, (rival,) in list(command_line_overrides.RIVALS.items())[::2]:
         if get(key) is not None and get(rival) is not None:
-            fix = f"remove `{key}`, or remove `{rival}`"
             problem(
                 key,
                 f"this key excludes `{rival}`",
                 found=f"{as_yaml(get(key))} and {as_yaml(get(rival))}",
-                fix=fix,
+                fix=f"remove `{key}`, or remove `{rival}`",
             )
     every = get("eval.eval_steps")
     alone = get("data.validation") is None and get("data.validation_fraction") is None
@@ -180,8 +185,13 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
             problem(key, excludes, found=as_yaml(get(key)), fix=f"remove `{key}`", why=why)
     added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
     if repeated := ", ".join(str(token) for index, token in enumerate(added) if token in added[:index]):
-        fix = f"add_tokens: {json.dumps(list(dict.fromkeys(map(str, added))), ensure_ascii=False)}"
-        problem("model.add_tokens", "the list has a token twice", "value-choice", found=repeated, fix=fix)
+        problem(
+            "model.add_tokens",
+            "the list has a token twice",
+            "value-choice",
+            found=repeated,
+            fix=f"add_tokens: {json.dumps(list(dict.fromkeys(map(str, added))), ensure_ascii=False)}",
+        )
     best = get("eval.metric_for_best_model")
     if isinstance(best, str) and "/" not in best and best not in METRICS:
         what, expected = "unknown metric", "loss, exact_match, or task/metric such as arc_easy/acc"
@@ -207,9 +217,17 @@ def _batch_problem(effective: Any, micro: Any, where: Where) -> list[Problem]:
     low, high = effective // micro * micro, (effective // micro + 1) * micro
     near, fix = f"{low} or {high}" if low else f"{high}", f"effective_batch_size: {high}"
     near = f"{near} sequences"
-    what = f"this value is not a multiple of `per_device_train_batch_size: {micro}`"
-    key, at = "train.effective_batch_size", place_of(("train", "effective_batch_size"), where)
-    return [Problem(what, key, at, f"{effective} sequences", near, fix, code="batch-size")]
+    return [
+        Problem(
+            f"this value is not a multiple of `per_device_train_batch_size: {micro}`",
+            "train.effective_batch_size",
+            where=place_of(("train", "effective_batch_size"), where),
+            found=f"{effective} sequences",
+            expected=near,
+            fix=fix,
+            code="batch-size",
+        )
+    ]
 
 
 def _place(item: ErrorDetails, where: Where) -> tuple[str, ...]:
@@ -234,13 +252,25 @@ def _problem(
     if kind == "missing":
         fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{key}:`"
         fix = _REQUIRED.get(key, fix)
-        what = "the recipe lacks this required key" if len(path) > 1 else "the recipe lacks this section"
-        why = "finetune has no default for it"
-        return Problem(what, key, place_of(path[:-1], where), fix=fix, why=why, code="missing-key")
+        return Problem(
+            "the recipe lacks this required key" if len(path) > 1 else "the recipe lacks this section",
+            key,
+            where=place_of(path[:-1], where),
+            fix=fix,
+            why="finetune has no default for it",
+            code="missing-key",
+        )
     if broken := next((item for item in items if item["type"] == "value_error"), None):
         what = str(broken["ctx"]["error"])  # of a rule of ours
-        texts = {"expected": "a path that the system accepts", "fix": "name a shorter path"}
-        return Problem(what, key, place_of(path, where), show(value), code="value-type", **texts)
+        return Problem(
+            what,
+            key,
+            where=place_of(path, where),
+            found=show(value),
+            code="value-type",
+            expected="a path that the system accepts",
+            fix="name a shorter path",
+        )
     shown = items[:1] if kind in _BOUNDS else items  # two bounds of a union would be confusing
     expected = " or ".join(dict.fromkeys(_expected(item, path[-1]) for item in shown))
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
@@ -281,8 +311,14 @@ def unknown_key(path: tuple[str, ...], raw: dict[str, Any], where: Where, known:
     value, dotted = _value(raw, path), ".".join(path)
     if dotted in KEYS:
         key, today = current(dotted, value)
-        fix = f"{key}: {as_yaml(today)}"
-        return Problem("this key has a new name", dotted, at, show(value), fix=fix, code="renamed-key")
+        return Problem(
+            "this key has a new name",
+            dotted,
+            where=at,
+            found=show(value),
+            fix=f"{key}: {as_yaml(today)}",
+            code="renamed-key",
+        )
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
     # The key of a source in a list is `data.name`.
@@ -312,8 +348,15 @@ def unknown_key(path: tuple[str, ...], raw: dict[str, Any], where: Where, known:
         what, fix = "finetune does not support this key of PEFT", f"remove `{name}`"
     elif homes:
         fix = f"{fix}, or move it to `{homes[0]}:`"
-    allowed = "" if fix else choices(name, own)
-    return Problem(what, dotted, at, show(value), allowed, fix, code="unknown-key")
+    return Problem(
+        what,
+        dotted,
+        where=at,
+        found=show(value),
+        expected="" if fix else choices(name, own),
+        fix=fix,
+        code="unknown-key",
+    )
 
 
 def _use(instead: str) -> str:
@@ -332,8 +375,15 @@ def _unknown_section(name: str, raw: dict[str, Any], at: str, known: Known) -> P
     fix = _use(renamed) if renamed else f"rename it to `{near}`" if near else ""
     if homes and name not in RENAMED:
         fix = f"move it to `{homes[0]}:`"
-    expected = "" if fix else ", ".join(allowed)
-    return Problem("unknown section", name, at, show(raw.get(name)), expected, fix, code="unknown-key")
+    return Problem(
+        "unknown section",
+        name,
+        where=at,
+        found=show(raw.get(name)),
+        expected="" if fix else ", ".join(allowed),
+        fix=fix,
+        code="unknown-key",
+    )
 
 
 def choices(name: str, allowed: Iterable[str]) -> str:

@@ -69,8 +69,12 @@ def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
     """Return a library's error as a problem. Its key is the first setting that the error names."""
     said = " ".join(str(error).split())
     named = re.search(rf"\b({'|'.join(map(re.escape, given))})\b", said) if given else None
-    key = f"train.{named[1]}" if named else "train"
-    return Problem(f"{by} does not accept this value", key, found=said, code="value-range")
+    return Problem(
+        f"{by} does not accept this value",
+        f"train.{named[1]}" if named else "train",
+        found=said,
+        code="value-range",
+    )
 
 
 def _of_schedule(

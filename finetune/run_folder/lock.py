@@ -35,8 +35,7 @@ def check_free(output_dir: str | None) -> None:
     if not can_be_path(str(path)):
         what, texts = "this name can't be a folder name", {"fix": "train.output_dir: runs/my-run"}
         texts["why"] = "it is too long, has a NUL character, or is a link to itself"
-        problem = Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path")
-        raise UserError(problem)
+        raise UserError(Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path"))
     if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
         return
     held = listed(_entries(path)) if path.is_dir() else "a file"
@@ -45,8 +44,16 @@ def check_free(output_dir: str | None) -> None:
         held += _user(path / LOCK)
     if any(path.glob("checkpoints/step-*")):
         fix = f"add --resume to continue this run, or {fix}"
-    texts = {"found": held, "fix": fix, "why": "finetune overwrites no files", "code": "run-folder"}
-    raise UserError(Problem(f"the run folder {path} is not empty", "train.output_dir", **texts))
+    raise UserError(
+        Problem(
+            f"the run folder {path} is not empty",
+            "train.output_dir",
+            found=held,
+            fix=fix,
+            why="finetune overwrites no files",
+            code="run-folder",
+        )
+    )
 
 
 def _user(path: Path) -> str:
@@ -69,8 +76,14 @@ def dated(name: str) -> str:
         with contextlib.suppress(FileExistsError):
             Path(f"{path}{more}").mkdir()
             return f"{path}{more}"
-    what, fix = f"{path} and 998 more folders with this name exist", "train.output_dir=runs/my-run"
-    raise UserError(Problem(what, "train.output_dir", fix=fix, code="run-folder"))
+    raise UserError(
+        Problem(
+            f"{path} and 998 more folders with this name exist",
+            "train.output_dir",
+            fix="train.output_dir=runs/my-run",
+            code="run-folder",
+        )
+    )
 
 
 def _entries(path: Path) -> list[str]:
@@ -129,9 +142,16 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
         try:
             file = safe_files.open_append(path.parent, path.name)
         except OSError as error:
-            what, fix = f"finetune can't write to {path.parent}", f"train.output_dir: runs/{path.parent.name}"
-            problem = Problem(what, "train.output_dir", found=str(error.strerror), fix=fix, code="path")
-            raise UserError(problem, code=Exit.ENVIRONMENT) from None
+            raise UserError(
+                Problem(
+                    f"finetune can't write to {path.parent}",
+                    "train.output_dir",
+                    found=str(error.strerror),
+                    fix=f"train.output_dir: runs/{path.parent.name}",
+                    code="path",
+                ),
+                code=Exit.ENVIRONMENT,
+            ) from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -142,11 +162,18 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
                 standard_streams.say(f"note: {path.parent}: {said}", error=True)
                 return file, False
             file.close()
-            what = "another run uses this folder"
-            fix = f"train.output_dir: {free_name(path.parent)}, or wait for that run"
-            why = f"a run has ended if the time of {path} is older than {SILENT:.0f} s" if unknown else ""
-            texts = {"found": held, "fix": fix, "why": why, "code": "run-folder"}
-            raise UserError(Problem(what, "train.output_dir", **texts)) from None
+            raise UserError(
+                Problem(
+                    "another run uses this folder",
+                    "train.output_dir",
+                    found=held,
+                    fix=f"train.output_dir: {free_name(path.parent)}, or wait for that run",
+                    why=f"a run has ended if the time of {path} is older than {SILENT:.0f} s"
+                    if unknown
+                    else "",
+                    code="run-folder",
+                )
+            ) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file, True
         file.close()
@@ -220,8 +247,10 @@ def make(path: str) -> None:
 
 
 def _not_makeable(path: str, reason: str) -> Problem:
-    what, fix = (
+    return Problem(
         f"finetune can't create the folder {path}",
-        f"train.output_dir: runs/{Path(path).name or 'my'}",
+        "train.output_dir",
+        found=reason,
+        fix=f"train.output_dir: runs/{Path(path).name or 'my'}",
+        code="path",
     )
-    return Problem(what, "train.output_dir", found=reason, fix=fix, code="path")

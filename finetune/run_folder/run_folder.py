@@ -134,10 +134,18 @@ class RunFolder:
         if type(stated) is int and 1 <= stated <= FORMAT_VERSION:
             return stated
         newer = type(stated) is int and stated > FORMAT_VERSION
-        what = "this release of finetune can't read the format of the run folder"
-        found, expected = f"format_version {json.dumps(stated)[:80]}", f"1 to {FORMAT_VERSION}"
-        fix = "install a newer release of finetune" if newer else "restore environment.json from a copy"
-        raise UserError(Problem(what, "", str(path), found, expected, fix, code="run-folder"))
+        raise UserError(
+            Problem(
+                "this release of finetune can't read the format of the run folder",
+                where=str(path),
+                found=f"format_version {json.dumps(stated)[:80]}",
+                expected=f"1 to {FORMAT_VERSION}",
+                fix="install a newer release of finetune"
+                if newer
+                else "restore environment.json from a copy",
+                code="run-folder",
+            )
+        )
 
     def file(self, name: str) -> Path:
         """Return the path of a file by its current name. In format 1 the file may have an older name."""
@@ -156,8 +164,10 @@ class RunFolder:
         try:
             _usable(name, text, name)
         except ValueError as error:  # a wrong file must not end the run
-            said = f"warning: later commands can't read {name} ({error}); please report this as a bug"
-            standard_streams.say(said, error=True)
+            standard_streams.say(
+                f"warning: later commands can't read {name} ({error}); please report this as a bug",
+                error=True,
+            )
         self.write_text(name, text)
 
     def write_text(self, name: str, text: str) -> None:
@@ -183,9 +193,16 @@ class RunFolder:
         try:
             return self.read_text(self.recipe.name)
         except (OSError, ValueError) as error:
-            what, fix = "finetune can't read the recipe of the run", "restore the file from a copy"
-            texts = {"found": str(error)[:200], "fix": fix, "code": "run-damaged"}
-            raise UserError(Problem(what, where=str(self.recipe), **texts), code=Exit.ARTIFACT) from None
+            raise UserError(
+                Problem(
+                    "finetune can't read the recipe of the run",
+                    where=str(self.recipe),
+                    found=str(error)[:200],
+                    fix="restore the file from a copy",
+                    code="run-damaged",
+                ),
+                code=Exit.ARTIFACT,
+            ) from None
 
     def read(self, name: str, shape: str = "") -> Any:
         """Return the content of a JSON file of this run, and check its shape with `file_shapes`.
@@ -200,12 +217,20 @@ class RunFolder:
         try:
             return _usable(name, self.read_text(name), shape or name, old=path.name != name)
         except FileNotFoundError:
-            fix = _REPAIR.get(name, "restore the file from a copy")
-            problem = Problem(f"{path.name} is missing", where=str(path), fix=fix, code="run-damaged")
+            problem = Problem(
+                f"{path.name} is missing",
+                where=str(path),
+                fix=_REPAIR.get(name, "restore the file from a copy"),
+                code="run-damaged",
+            )
         except (OSError, ValueError) as error:
-            what, found = f"{path.name} is damaged", " ".join(str(error).split())[:200]
-            fix = _REPAIR.get(name, "restore the file from a copy")
-            problem = Problem(what, where=str(path), found=found, fix=fix, code="run-damaged")
+            problem = Problem(
+                f"{path.name} is damaged",
+                where=str(path),
+                found=" ".join(str(error).split())[:200],
+                fix=_REPAIR.get(name, "restore the file from a copy"),
+                code="run-damaged",
+            )
         raise UserError(problem, code=Exit.ARTIFACT)
 
     def found(self, name: str) -> Any:
@@ -230,9 +255,16 @@ class RunFolder:
             _check_steps(shape, found)
         except (OSError, ValueError) as error:
             what, found = "metrics.jsonl is damaged", " ".join(str(error).split())[:200]
-            fix = "restore the file from a copy, or delete the damaged lines"
-            problem = Problem(what, where=str(path), found=found, fix=fix, code="run-damaged")
-            raise UserError(problem, code=Exit.ARTIFACT) from None
+            raise UserError(
+                Problem(
+                    what,
+                    where=str(path),
+                    found=found,
+                    fix="restore the file from a copy, or delete the damaged lines",
+                    code="run-damaged",
+                ),
+                code=Exit.ARTIFACT,
+            ) from None
         return found
 
 
@@ -311,8 +343,15 @@ def open_run(path: str | Path) -> RunFolder:
         run = _fetch(str(path))
     if not run.recipe.exists() or not run.weights.exists():
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
-        what, texts = "the path is not a finished run", {"found": f"no {missing}", "fix": _instead(run)}
-        raise UserError(Problem(what, where=str(path), **texts, code="run-folder"))
+        raise UserError(
+            Problem(
+                "the path is not a finished run",
+                where=str(path),
+                found=f"no {missing}",
+                fix=_instead(run),
+                code="run-folder",
+            )
+        )
     refuse_links(run.path)
     check = untrusted_files.check_adapter if run.weights == run.adapter else untrusted_files.check_model
     check(run.weights, "")
@@ -330,15 +369,28 @@ def refuse_links(folder: Path) -> None:
             mode = entry.lstat().st_mode
             target = untrusted_files.real_path(entry) if stat.S_ISLNK(mode) else entry
             if stat.S_ISLNK(mode) and target.is_symlink():
-                what, fix = "the link leads to itself", "delete it"
-                problems.append(Problem(what, where=str(entry), fix=fix, code="unsafe-file"))
+                problems.append(
+                    Problem("the link leads to itself", where=str(entry), fix="delete it", code="unsafe-file")
+                )
             elif stat.S_ISLNK(mode) and not target.is_relative_to(root) and not _is_own_link(entry):
-                what, fix = "the link leads out of its folder", "replace the link with a copy of the file"
-                found = os.readlink(entry)
-                problems.append(Problem(what, "", str(entry), found, fix=fix, code="unsafe-file"))
+                problems.append(
+                    Problem(
+                        "the link leads out of its folder",
+                        where=str(entry),
+                        found=os.readlink(entry),
+                        fix="replace the link with a copy of the file",
+                        code="unsafe-file",
+                    )
+                )
             elif not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-                what, fix = "the entry is neither a file nor a folder", "delete it"
-                problems.append(Problem(what, where=str(entry), fix=fix, code="unsafe-file"))
+                problems.append(
+                    Problem(
+                        "the entry is neither a file nor a folder",
+                        where=str(entry),
+                        fix="delete it",
+                        code="unsafe-file",
+                    )
+                )
     if problems:
         raise UserError(*problems[:10])
 
@@ -425,10 +477,16 @@ def _check_base(run: RunFolder, recipe: Recipe) -> None:
     allowed = [named(one.model.name, one.model.revision) for one in (own, recipe)]
     name = named(str(config.get("base_model_name_or_path")), config.get("revision")) if config else allowed[0]
     if name not in allowed:
-        what = "the adapter and the recipe of the run name different base models"
-        where = str(run.adapter / "adapter_config.json")
-        fix = "restore the run folder from a copy, or set model.name and model.revision of the adapter"
-        raise UserError(Problem(what, "", where, name, allowed[0], fix, code="run-damaged"))
+        raise UserError(
+            Problem(
+                "the adapter and the recipe of the run name different base models",
+                where=str(run.adapter / "adapter_config.json"),
+                found=name,
+                expected=allowed[0],
+                fix="restore the run folder from a copy, or set model.name and model.revision of the adapter",
+                code="run-damaged",
+            )
+        )
 
 
 def named(base: str, commit: str | None) -> str:

@@ -90,8 +90,12 @@ def compile_layers(model: nn.Module, decided: Decisions, speed: Speed, checks: R
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(own_gradient)
     compiled = sum(upstream_private.is_compiled(layer) for layer in layers)
-    how = "decoder layers with a compiled call"
-    checks.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
+    checks.add(
+        "speed.compile",
+        expected=f"{len(layers)} layers",
+        actual=f"{compiled} layers",
+        how="decoder layers with a compiled call",
+    )
 
 
 def least(*memory: float) -> list[float]:
@@ -122,9 +126,17 @@ def add_fused(model: nn.Module, chosen: Choice, checks: RunChecks) -> tuple[Choi
     served = bool(fused.served or fused.experts.served or fused.experts.installed)
     if chosen.reason == "asked for" and not served:
         raise none_fused(fused.left_out())
-    how = f"fused layers of the model; largest relative difference from PEFT's own forward {fused.worst:.1g}"
     actual = fused.summary()
-    checks.add("speed.fused", "all layers that can be fused", actual, how, ok=True)
+    checks.add(
+        "speed.fused",
+        expected="all layers that can be fused",
+        actual=actual,
+        how=(
+            "fused layers of the model; largest relative difference from PEFT's own forward "
+            f"{fused.worst:.1g}"
+        ),
+        ok=True,
+    )
     spec = replace(live_model_spec(model), unfused=actual)
     if chosen.reason == "asked for":
         return chosen, spec
@@ -170,9 +182,14 @@ def add_activation_checkpointing(
     some = "mlp" if mlps == total else "mlp_int8" if rounded else "mlp" if mlps else "norms"
     some += f":{mlps}" if 0 < mlps < total else ""
     expected = f"{count} of {total}" if count else some
-    how = "layers with the flag set, norms with a checkpointed forward, saved activations of fused MLPs"
     right = wrapped == count and from_input == mlps and in_int8 == (total - mlps if rounded else 0)
-    checks.add("speed.activation_checkpointing", expected, actual, how, ok=right)
+    checks.add(
+        "speed.activation_checkpointing",
+        expected=expected,
+        actual=actual,
+        how="layers with the flag set, norms with a checkpointed forward, saved activations of fused MLPs",
+        ok=right,
+    )
 
 
 def _checkpoint_contexts(routers: list[tuple[Any, int]]) -> tuple[Any, Any]:

@@ -163,8 +163,13 @@ class RefreshNorms(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         error = self.norms.error()
-        how = "relative difference of ||W + s B A|| after the last step from a new computation"
-        self.checks.add("DoRA norms", "the norms of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
+        self.checks.add(
+            "DoRA norms",
+            expected="the norms of the weights",
+            actual=f"{error:.1g} off",
+            how="relative difference of ||W + s B A|| after the last step from a new computation",
+            ok=error < 1e-5,
+        )
 
 
 def refreshing(model: nn.Module, checks: RunChecks) -> list[TrainerCallback]:

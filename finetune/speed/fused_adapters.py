@@ -37,24 +37,42 @@ def apply(model: PeftModel) -> PeftModel:
         UserError: the model has no adapter, or no adapter that can be fused.
     """
     if not hasattr(model, "peft_config"):
-        fix = "call `peft.get_peft_model(model, LoraConfig(...))` first"
-        texts = {"found": type(model).__name__, "expected": "a PeftModel", "fix": fix}
-        raise UserError(Problem("the model has no adapter", **texts, code="speed-option"))
+        raise UserError(
+            Problem(
+                "the model has no adapter",
+                found=type(model).__name__,
+                expected="a PeftModel",
+                fix="call `peft.get_peft_model(model, LoraConfig(...))` first",
+                code="speed-option",
+            )
+        )
     remove(model)
     layers = live_model_spec.decoder_layers(model)
     if not layers:
-        what = (
-            f"finetune does not know the decoder layers of {type(lm_head_loss.base_model_of(model)).__name__}"
+        raise UserError(
+            Problem(
+                (
+                    "finetune does not know the decoder layers of "
+                    f"{type(lm_head_loss.base_model_of(model)).__name__}"
+                ),
+                fix=WITHOUT,
+                code="speed-option",
+            ),
+            code=Exit.ENVIRONMENT,
         )
-        problem = Problem(what, fix=WITHOUT, code="speed-option")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
     fused = Fused(model, layers, every_pass=True)
     reasons = fused.left_out()
     if not (fused.served or fused.experts.served or fused.experts.installed):
         remove(model)
-        what, found = "none of the adapter's layers can be fused", reasons or "no layer with an adapter"
-        problem = Problem(what, found=found, fix=WITHOUT, code="speed-option")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "none of the adapter's layers can be fused",
+                found=reasons or "no layer with an adapter",
+                fix=WITHOUT,
+                code="speed-option",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     log.info("fused %s", fused.summary())
     return model
 

@@ -97,11 +97,19 @@ class HeadLoss:
             checks.add("speed.loss", self.chosen, ran, how, code=code)
             return
         kept = "logits" if installed.logits_kept else f"{formatting.size(installed.kept)} and no logits"
-        got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} tokens; saved {kept}"
         ok = ran == self.chosen and installed.calls == micro_batches and not installed.logits_kept
         how += "; calls and tokens of step 1; tensors that the first call saved for the backward pass"
-        expected = f"{self.chosen}, {micro_batches} calls; no logits saved"
-        checks.add("speed.loss", expected, got, how, ok=ok, code=code)
+        checks.add(
+            "speed.loss",
+            expected=f"{self.chosen}, {micro_batches} calls; no logits saved",
+            actual=(
+                f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} "
+                f"tokens; saved {kept}"
+            ),
+            how=how,
+            ok=ok,
+            code=code,
+        )
 
 
 def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice:
@@ -119,11 +127,17 @@ def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice
     if not unsupported_reason:
         return Choice("chunked", "asked for" if asked == "chunked" else "auto: less memory, the same loss")
     if asked == "chunked":
-        what, fix = "the chunked loss does not work for this run", "speed.loss: auto"
-        problem = Problem(
-            what, "speed.loss", found=asked, why=unsupported_reason, fix=fix, code="speed-option"
+        raise UserError(
+            Problem(
+                "the chunked loss does not work for this run",
+                "speed.loss",
+                found=asked,
+                why=unsupported_reason,
+                fix="speed.loss: auto",
+                code="speed-option",
+            ),
+            code=Exit.ENVIRONMENT,
         )
-        raise UserError(problem, code=Exit.ENVIRONMENT)
     return Choice("trl", f"auto: {unsupported_reason}; {prove_fused(model, unsupported_reason)}")
 
 
@@ -140,9 +154,13 @@ def prove_fused(model: nn.Module, unsupported_reason: str) -> str:
     """
     if is_deepspeed_zero3_enabled() or launch_environment.parallel("CP") > 1:
         return "TRL's loss is not tested on sharded weights"
-    what = "TRL's fused head does not compute this model's loss"
-    fix = "use another base model" if unsupported_reason else "speed.loss: auto"
-    problem = Problem(what, "speed.loss", why=unsupported_reason, fix=fix, code="model-unsupported")
+    problem = Problem(
+        "TRL's fused head does not compute this model's loss",
+        "speed.loss",
+        why=unsupported_reason,
+        fix="use another base model" if unsupported_reason else "speed.loss: auto",
+        code="model-unsupported",
+    )
     try:
         with trying(model):
             wanted, got = own_losses(base_model_of(model)), fused_losses(base_model_of(model))
@@ -154,8 +172,10 @@ def prove_fused(model: nn.Module, unsupported_reason: str) -> str:
     difference = float((got - wanted).norm() / wanted.norm())
     if difference <= allowed_difference(base_model_of(model).get_output_embeddings().weight.dtype):
         return f"TRL's loss equals this model's own loss (relative difference {difference:.1g})"
-    found = f"a relative difference of {difference:.1g} on random tokens"
-    raise UserError(replace(problem, found=found), code=Exit.ENVIRONMENT)
+    raise UserError(
+        replace(problem, found=f"a relative difference of {difference:.1g} on random tokens"),
+        code=Exit.ENVIRONMENT,
+    )
 
 
 class Untried(Exception):

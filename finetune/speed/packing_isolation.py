@@ -80,25 +80,40 @@ def prove_apart(
         except Exception as error:  # a model's own forward may raise any error
             if should_reduce_batch_size(error):
                 raise
-            what = "the forward pass of this model fails on packed examples"
-            found, code = f"{type(error).__name__}: {first_line(error)}", "model-unsupported"
-            problem = Problem(what, "model.name", found=found, fix=switch_off, code=code)
-            raise UserError(problem, code=Exit.ENVIRONMENT) from error
+            raise UserError(
+                Problem(
+                    "the forward pass of this model fails on packed examples",
+                    "model.name",
+                    found=f"{type(error).__name__}: {first_line(error)}",
+                    fix=switch_off,
+                    code="model-unsupported",
+                ),
+                code=Exit.ENVIRONMENT,
+            ) from error
     ok = _within(limits, same, moved)
     actual = f"changes logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
     if same != Leak(0.0, 0.0):
         actual += f" (the same input twice: {same.logits:.1g}, {same.gradients:.1g})"
-    how = f"one of two examples in a sequence of {tokens} tokens changed, the other compared ({of})"
     checks.add(
-        "packed examples isolated", "a change in one example changes nothing in the other", actual, how, ok=ok
+        "packed examples isolated",
+        expected="a change in one example changes nothing in the other",
+        actual=actual,
+        how=f"one of two examples in a sequence of {tokens} tokens changed, the other compared ({of})",
+        ok=ok,
     )
     if not ok:
-        what = f"packed examples attend to each other with attention {attention}"
         masked = packing_support.MASKED  # if one mask leaks, the others do too
-        fix = switch_off if attention in masked else f"set `model.attention: auto`, or `{switch_off}`"
-        why = f"a change in one example {actual} of the other example"
-        problem = Problem(what, "model.attention", found=attention, why=why, fix=fix, code="attention-kernel")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                f"packed examples attend to each other with attention {attention}",
+                "model.attention",
+                found=attention,
+                why=f"a change in one example {actual} of the other example",
+                fix=switch_off if attention in masked else f"set `model.attention: auto`, or `{switch_off}`",
+                code="attention-kernel",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def _within(limits: tuple[float, float], same: Leak, moved: Leak) -> bool:
@@ -219,15 +234,26 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, checks: Ru
         model(**inputs, use_cache=False)
     model.train(training)
     worst, expected = max(off, default=math.inf), f"the result of {name} within {SAME:g}"
-    how = f"largest relative difference of a layer's attention on two random examples ({attention})"
     ok = worst <= SAME
-    checks.add("attention without a mask", expected, f"{worst:.2g}", how, ok=ok)
+    checks.add(
+        "attention without a mask",
+        expected=expected,
+        actual=f"{worst:.2g}",
+        how=f"largest relative difference of a layer's attention on two random examples ({attention})",
+        ok=ok,
+    )
     if not ok:
-        what = f"on this model, attention {attention} computes another result than {name}"
         texts = {"found": f"a relative difference of {worst:.2g}", "expected": f"{SAME:g} or less"}
         texts |= {"why": "the kernel does not compute this model's attention", "code": "attention-kernel"}
-        problem = Problem(what, "model.attention", **texts, fix=f"model.attention: {name}")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                f"on this model, attention {attention} computes another result than {name}",
+                "model.attention",
+                **texts,
+                fix=f"model.attention: {name}",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 class _Comparison(NamedTuple):

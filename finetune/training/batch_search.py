@@ -84,11 +84,17 @@ def search(
     size = min(collectives.gathered(fit[-1].rows if fit else 0))
     said = ", ".join(f"{t.rows}: {t.peak / 2**30:.2f} GiB" for t in trials)
     if not size:
-        what, expected = "not even one of the longest sequences fits in memory", f"{MARGIN:.0%} of it or less"
-        found = f"{said} of {total / 2**30:.1f} GiB"
-        fix = "run `finetune plan RECIPE`, which suggests settings that need less memory"
-        texts = {"found": found, "expected": expected, "fix": fix, "code": "out-of-memory"}
-        raise UserError(Problem(what, "train.per_device_train_batch_size", **texts), code=Exit.TRAINING)
+        raise UserError(
+            Problem(
+                "not even one of the longest sequences fits in memory",
+                "train.per_device_train_batch_size",
+                found=f"{said} of {total / 2**30:.1f} GiB",
+                expected=f"{MARGIN:.0%} of it or less",
+                fix="run `finetune plan RECIPE`, which suggests settings that need less memory",
+                code="out-of-memory",
+            ),
+            code=Exit.TRAINING,
+        )
     how = f"forward and backward pass of the longest sequences, by micro-batch size: {said} of "
     how += f"{total / 2**30:.1f} GiB"
     checks.add("train.per_device_train_batch_size", "auto", size, how, ok=True)
@@ -104,8 +110,16 @@ def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
     key = "train.per_device_train_batch_size"
     size = contract["chosen"].get(key)
     if not size or batch.per_device * batch.accumulation % size:
-        what, fix = "the checkpoint's micro-batch size does not divide the effective batch", f"{key}: 1"
-        raise UserError(Problem(what, key, found=str(size), fix=fix, code="checkpoint"), code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                "the checkpoint's micro-batch size does not divide the effective batch",
+                key,
+                found=str(size),
+                fix=f"{key}: 1",
+                code="checkpoint",
+            ),
+            code=Exit.ARTIFACT,
+        )
     return with_micro_batch(batch, size)
 
 

@@ -178,9 +178,13 @@ class Validate(TrainerCallback):
         """Add a run check that the loss of the saved weights equals the best evaluation loss."""
         if self.weights:
             ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-            expected = f"step {self.best_step}, validation loss {self.best_loss:.6f}"
-            how = "validation loss of the saved weights, reopened"
-            checks.add("best weights saved", expected, f"{loss:.6f}", how, ok=ok)
+            checks.add(
+                "best weights saved",
+                expected=f"step {self.best_step}, validation loss {self.best_loss:.6f}",
+                actual=f"{loss:.6f}",
+                how="validation loss of the saved weights, reopened",
+                ok=ok,
+            )
 
 
 def validation_callbacks(

@@ -39,8 +39,13 @@ def add_check(accelerator: Accelerator, counted: object, routers: list[str], che
     idle = describe_idle(tokens.cpu(), routers)
     used, every = int((tokens > 0).sum()), tokens.numel()
     actual = f"{used:,} of {every:,} experts" + (f"; without a token: {idle}" if idle else "")
-    how = "tokens of each expert, counted over the training steps"
-    checks.add("experts that received tokens", f"{every:,} experts", actual, how, ok=used > 0)
+    checks.add(
+        "experts that received tokens",
+        expected=f"{every:,} experts",
+        actual=actual,
+        how="tokens of each expert, counted over the training steps",
+        ok=used > 0,
+    )
     what = f"{every - used:,} of {every:,} experts received no token in training"
     return f"{what}: {idle}. An adapter on them did not change" if idle else ""
 

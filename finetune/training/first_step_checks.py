@@ -148,7 +148,6 @@ class FirstStep(TrainerCallback):
 
     def _check_batch(self, state: TrainerState, loader: DataLoader[Any]) -> None:
         """Compare the sequences of the step and the number of steps with the plan."""
-        how = f"step {self.first}: {self.micro_batches} micro-batches x {self.processes} processes"
         rows = self.rows * self.processes
         if self.flat:  # a flattened batch is one row, but the loader knows its number of sequences
             micro_batch = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1
@@ -157,9 +156,19 @@ class FirstStep(TrainerCallback):
         # A run may resume before the last step of an epoch, which has the remaining sequences.
         batch, ends_epoch = self.planned.batch, self.first > 1 and float(state.epoch or 0).is_integer()
         ok = rows == batch or (ends_epoch and rows < batch)
-        self.checks.add("train.effective_batch_size", batch, rows, how, ok=ok)
-        how = "the Trainer's own count, before training"
-        self.checks.add("steps planned", self.planned.steps, state.max_steps, how)
+        self.checks.add(
+            "train.effective_batch_size",
+            expected=batch,
+            actual=rows,
+            how=f"step {self.first}: {self.micro_batches} micro-batches x {self.processes} processes",
+            ok=ok,
+        )
+        self.checks.add(
+            "steps planned",
+            expected=self.planned.steps,
+            actual=state.max_steps,
+            how="the Trainer's own count, before training",
+        )
 
     def _check_labels(self) -> None:
         """Check that the step has labels, on all ranks together, because one rank's part may have none."""
@@ -175,8 +184,13 @@ class FirstStep(TrainerCallback):
     def _check_operations(self, model: PreTrainedModel | PeftModel) -> None:
         """Check the dtype, the attention and the fp8 GEMMs in the profile of the first forward pass."""
         add, code, how = self.checks.add, Exit.ENVIRONMENT, "profile of the first forward pass"
-        text = "the dtype of most GEMM FLOPs in the first forward pass"
-        add("dtype", self.dtype, self.seen_dtype, text, code=code)
+        add(
+            "dtype",
+            self.dtype,
+            self.seen_dtype,
+            "the dtype of most GEMM FLOPs in the first forward pass",
+            code=code,
+        )
         ran = attention_that_ran(self.operations)
         add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
         if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
@@ -212,9 +226,12 @@ class FirstStep(TrainerCallback):
             add_run_check(self.checks, len(live_model_spec.decoder_layers(kwargs["model"])))
         if self.compiled_graphs:
             graphs = upstream_private.compile_counters()["stats"]["unique_graphs"] - self.compiled_graphs
-            how = "of batches of other lengths: data.packing and padding_free have one"
             self.checks.add(
-                "graphs compiled after the first step", "as few as possible", f"{graphs}", how, ok=True
+                "graphs compiled after the first step",
+                expected="as few as possible",
+                actual=f"{graphs}",
+                how="of batches of other lengths: data.packing and padding_free have one",
+                ok=True,
             )
 
 

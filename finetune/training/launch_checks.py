@@ -59,16 +59,24 @@ def add_repeated_check(trainer: Trainer, checks: RunChecks) -> None:
     if shards < 2 or not epochs or not hasattr(rows, "__len__") or trainer.args.dataloader_drop_last:
         return
     twice = count_repeated(len(rows), trainer.args.per_device_train_batch_size, shards)
-    how = "the length of an epoch, whose last batch Accelerate fills with the first sequences"
-    actual = f"{len(rows) - twice}, and {twice} twice, in each of {epochs} epochs that ended"
-    checks.add("sequences trained once", len(rows), actual, how, ok=True)
+    checks.add(
+        "sequences trained once",
+        expected=len(rows),
+        actual=f"{len(rows) - twice}, and {twice} twice, in each of {epochs} epochs that ended",
+        how="the length of an epoch, whose last batch Accelerate fills with the first sequences",
+        ok=True,
+    )
 
 
 def add_loader_check(trainer: Trainer, checks: RunChecks) -> None:
     """Read back how long the run waited for a batch, if data loader workers read them."""
     if trainer.loader is not None and trainer.loader.num_workers:
-        expected, actual = f"{trainer.loader_timeout} s", f"{trainer.loader.timeout:g} s"
-        checks.add("train.dataloader_timeout", expected, actual, "torch's data loader")
+        checks.add(
+            "train.dataloader_timeout",
+            expected=f"{trainer.loader_timeout} s",
+            actual=f"{trainer.loader.timeout:g} s",
+            how="torch's data loader",
+        )
 
 
 def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, steps: int) -> list[str]:
@@ -169,9 +177,15 @@ class PreparedModelChecks(TrainerCallback):
                 len(transformer_engine_layers.layers(kwargs["model"])),
                 transformer_engine_layers.rounded(kwargs["model"]),
             )
-            how = f"the layers' scaling factors after step {state.global_step}"
             expected, ok = f"{layers} layers, forward and backward", actual == layers > 0
-            self.checks.add("fp8 GEMMs", expected, f"{actual} layers", how, ok=ok, code=Exit.ENVIRONMENT)
+            self.checks.add(
+                "fp8 GEMMs",
+                expected=expected,
+                actual=f"{actual} layers",
+                how=f"the layers' scaling factors after step {state.global_step}",
+                ok=ok,
+                code=Exit.ENVIRONMENT,
+            )
         if self.launch.sharded == "FSDP":
             self._gathered(kwargs["model"])
         self.checks.check()
@@ -209,17 +223,29 @@ class PreparedModelChecks(TrainerCallback):
             f", {share:.1%} of the model's parameters, {len(parts)} tensors" if parts else ""
         )
         ok = str(stage) == zero_stage() and bool(parts) == (stage == 3) and share < 1.5 / processes
-        expected = f"ZeRO-{zero_stage()}, {processes} processes"
         how, code = "the engine, and DeepSpeed's shards in this process", Exit.ENVIRONMENT
-        self.checks.add("sharded by DeepSpeed", expected, actual, how, ok=ok, code=code)
+        self.checks.add(
+            "sharded by DeepSpeed",
+            expected=f"ZeRO-{zero_stage()}, {processes} processes",
+            actual=actual,
+            how=how,
+            ok=ok,
+            code=code,
+        )
 
     def _converted(self, model: nn.Module) -> None:
         """Add a run check of the layers that Accelerate replaced by fp8 layers."""
         own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
         converted = [m for m in model.modules() if type(m).__module__.startswith(own)]
         plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
-        actual, how = f"{len(converted)} {own} layers, {len(plain)} plain", "modules of the prepared model"
-        self.checks.add("fp8 layers", "> 0", actual, how, ok=bool(converted), code=Exit.ENVIRONMENT)
+        self.checks.add(
+            "fp8 layers",
+            expected="> 0",
+            actual=f"{len(converted)} {own} layers, {len(plain)} plain",
+            how="modules of the prepared model",
+            ok=bool(converted),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 # Optimizers that hold copies of the parameters, and step on these

@@ -57,11 +57,16 @@ def end(seconds: int) -> UserError:
             time.sleep(ANSWER_SECONDS)
         worker.kill()
         worker.join()
-    what = f"a data loader worker hangs: it returned no batch within {seconds} s"
-    said = f"{', '.join(workers) or 'no worker is left'}; the stack of each worker is printed above"
-    fix = "resume with --resume; if reading is slow, set a larger `train.dataloader_timeout`"
-    problem = Problem(what, "train.dataloader_timeout", found=said, fix=fix, code="launch-lost")
-    return UserError(problem, code=Exit.TRAINING)
+    return UserError(
+        Problem(
+            f"a data loader worker hangs: it returned no batch within {seconds} s",
+            "train.dataloader_timeout",
+            found=f"{', '.join(workers) or 'no worker is left'}; the stack of each worker is printed above",
+            fix="resume with --resume; if reading is slow, set a larger `train.dataloader_timeout`",
+            code="launch-lost",
+        ),
+        code=Exit.TRAINING,
+    )
 
 
 def keep_workers(prepare: Callable[[int], None] | None) -> Any:

@@ -200,9 +200,16 @@ class NonFinite(TrainerCallback):
         if self.in_a_row > 1:
             what += f", after {self.in_a_row - 1} such steps before it"
         found = "; ".join([str(norm), *findings])
-        fix = "lower `train.learning_rate`, or inspect this module and the examples of the step"
-        problem = Problem(what, where=str(place), found=found, fix=fix, code="non-finite")
-        raise UserError(problem, code=Exit.TRAINING)
+        raise UserError(
+            Problem(
+                what,
+                where=str(place),
+                found=found,
+                fix="lower `train.learning_rate`, or inspect this module and the examples of the step",
+                code="non-finite",
+            ),
+            code=Exit.TRAINING,
+        )
 
 
 def callbacks(
@@ -215,9 +222,17 @@ def callbacks(
     """
     if section.skip_nonfinite and deepspeed_zero.used():
         what, key = "train.skip_nonfinite does not work with DeepSpeed", "train.skip_nonfinite"
-        why, found = "DeepSpeed updates the weights before finetune can check", str(section.skip_nonfinite)
-        problem = Problem(what, key, found=found, why=why, fix=f"{key}: 0", code="launch-config")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                what,
+                key,
+                found=str(section.skip_nonfinite),
+                why="DeepSpeed updates the weights before finetune can check",
+                fix=f"{key}: 0",
+                code="launch-config",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     allowed, fp16 = section.skip_nonfinite, precision == "fp16"
     steps = Overflow(allowed, screen, checks) if fp16 else NonFinite(allowed, folder.path, screen)
     return [steps, Spikes(section.stop_at_spike, screen)]
@@ -366,20 +381,27 @@ class Overflow(TrainerCallback):
             return
         self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
         if self.in_a_row > self.most:
-            what = f"the loss scaler of fp16 has skipped {self.in_a_row} steps in a row"
-            why, fix = "the loss or the weights are NaN or Inf", "lower `train.learning_rate`, or use bf16"
-            found = f"after step {state.global_step}"
-            problem = Problem(what, found=found, why=why, fix=fix, code="non-finite")
-            raise UserError(problem, code=Exit.TRAINING)
+            raise UserError(
+                Problem(
+                    f"the loss scaler of fp16 has skipped {self.in_a_row} steps in a row",
+                    found=f"after step {state.global_step}",
+                    why="the loss or the weights are NaN or Inf",
+                    fix="lower `train.learning_rate`, or use bf16",
+                    code="non-finite",
+                ),
+                code=Exit.TRAINING,
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        actual, how = (
-            f"{self.skipped} of {state.global_step}",
-            "skipped steps, as Accelerate's optimizer reports them",
+        self.checks.add(
+            "steps skipped by fp16's loss scaler",
+            expected="as few as possible",
+            actual=f"{self.skipped} of {state.global_step}",
+            how="skipped steps, as Accelerate's optimizer reports them",
+            ok=True,
         )
-        self.checks.add("steps skipped by fp16's loss scaler", "as few as possible", actual, how, ok=True)
         if self.skipped:
             self.screen.say(
                 f"note: the loss scaler of fp16 skipped {self.skipped} steps with overflowing gradients"
@@ -433,10 +455,16 @@ class Spikes(TrainerCallback):
         if self.stop_at is not None and factor > self.stop_at:
             what = f"the loss is {factor:.1f} times the median of the previous {WINDOW} values, "
             what += f"{IN_A_ROW} times in a row"
-            fix = "lower `train.learning_rate` or raise `train.warmup_steps`, or resume with --resume"
-            found = f"{logs['loss']:.4g} after step {state.global_step}"
-            problem = Problem(what, "train.stop_at_spike", found=found, fix=fix, code="non-finite")
-            raise UserError(problem, code=Exit.TRAINING)
+            raise UserError(
+                Problem(
+                    what,
+                    "train.stop_at_spike",
+                    found=f"{logs['loss']:.4g} after step {state.global_step}",
+                    fix="lower `train.learning_rate` or raise `train.warmup_steps`, or resume with --resume",
+                    code="non-finite",
+                ),
+                code=Exit.TRAINING,
+            )
         if factor > WORTH_A_WORD and not self.said:
             self.said = True
             self.screen.say(

@@ -86,10 +86,16 @@ class MicroBatches:
         rows = math.ceil(self.rows / self.parts)
         least = [n for n in range(1, rows) if self.rows % n == 0]  # sizes that divide a process's share
         fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
-        what = f"step {step} ran out of memory with a micro-batch size of {rows}"
         fix = ", or ".join([*fewer, *self.fixes][:3]) + " (`finetune plan RECIPE` shows the memory of each)"
-        found = "; ".join(filter(None, [first_line(said), memory_use]))
-        return UserError(Problem(what, found=found, fix=fix, code="out-of-memory"), code=Exit.TRAINING)
+        return UserError(
+            Problem(
+                f"step {step} ran out of memory with a micro-batch size of {rows}",
+                found="; ".join(filter(None, [first_line(said), memory_use])),
+                fix=fix,
+                code="out-of-memory",
+            ),
+            code=Exit.TRAINING,
+        )
 
     def again(self, step: int, describe: Callable[[], str]) -> bool:
         """Return whether a rank ran out of memory. Then all ranks run the step again in smaller parts.
@@ -150,8 +156,13 @@ def tell(whole: int, screen: Console, checks: RunChecks, step: int, rows: int) -
     screen.say(
         f"step {step} ran out of memory and runs again with a micro-batch size of {rows} instead of {whole}"
     )
-    how = f"step {step} ran out of memory and ran again with the same examples"
-    checks.add("micro-batch size", whole, rows, how, ok=True)
+    checks.add(
+        "micro-batch size",
+        expected=whole,
+        actual=rows,
+        how=f"step {step} ran out of memory and ran again with the same examples",
+        ok=True,
+    )
 
 
 def held(model: Any, optimizer: object, batches: MicroBatches) -> str:

@@ -133,10 +133,16 @@ def check_schedule(arguments: Any, steps: int) -> None:
             True,
         )
     if wrong:
-        key = "train.lr_scheduler_kwargs" if kwargs else "train.lr_scheduler_type"
-        expected, fix = "0 to 1 times train.learning_rate", "train.lr_scheduler_type: cosine"
-        texts = {"found": found, "expected": expected, "fix": fix, "code": "value-range"}
-        raise UserError(Problem(what, key, **texts))
+        raise UserError(
+            Problem(
+                what,
+                "train.lr_scheduler_kwargs" if kwargs else "train.lr_scheduler_type",
+                found=found,
+                expected="0 to 1 times train.learning_rate",
+                fix="train.lr_scheduler_type: cosine",
+                code="value-range",
+            )
+        )
 
 
 def kind_and_options(arguments: SFTConfig, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
@@ -150,10 +156,16 @@ def kind_and_options(arguments: SFTConfig, adapted: Any, speed: Speed) -> tuple[
     try:
         kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)
     except (ImportError, ValueError) as error:
-        what, why = f"the optimizer {arguments.optim} is not available", " ".join(str(error).split())
-        fix = "train.optim: adamw_torch_fused"
-        problem = Problem(what, "train.optim", why=why, fix=fix, code="package-missing")
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                f"the optimizer {arguments.optim} is not available",
+                "train.optim",
+                why=" ".join(str(error).split()),
+                fix="train.optim: adamw_torch_fused",
+                code="package-missing",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
     if getattr(kind, "__module__", "").startswith("bitsandbytes"):
         from bitsandbytes.optim.optimizer import GlobalOptimManager
 
@@ -203,15 +215,26 @@ def add_run_check(optimizer: Optimizer, optim: str, kind: object, checks: RunChe
         if not large and not low
         else ""
     )
-    how = "the optimizer that stepped, and its state after step 1"
     actual = f"{name}, state of {of or 'no tensor'}: {where or '0 MiB'}"
     actual += few if optimizer_choice.LOW_BITS.search(optim) else ""
-    checks.add("train.optim", optim, actual, how, ok=ok, code=Exit.ENVIRONMENT)
+    checks.add(
+        "train.optim",
+        expected=optim,
+        actual=actual,
+        how="the optimizer that stepped, and its state after step 1",
+        ok=ok,
+        code=Exit.ENVIRONMENT,
+    )
     if inner:
         actual = f"{sum(map(len, (one.state for one in inner)))} tensors' state: {where}"
-        how = "torchao's offloaded optimizer after step 1"
         ok = set(bytes_by_device) == {"CPU"} and len(inner) == sum(len(one.state) for one in inner)
-        checks.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", actual, how, ok=ok)
+        checks.add(
+            "speed.offload: optimizer",
+            expected=f"{len(inner)} tensors' state on the CPU",
+            actual=actual,
+            how="torchao's offloaded optimizer after step 1",
+            ok=ok,
+        )
 
 
 def _kept_in(parameter: Tensor, state: dict[str, Any]) -> str:

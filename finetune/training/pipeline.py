@@ -120,9 +120,14 @@ _RUNNING = threading.Lock()
 def only_run() -> Iterator[None]:
     """Refuse a second run in this process (exit 2), because a run sets the random state and the compiler."""
     if not _RUNNING.acquire(blocking=False):
-        what, why = "this process already trains a run", "a run sets the random state of the whole process"
-        fix = "wait until it ends, or start the second run in another process"
-        raise UserError(Problem(what, why=why, fix=fix, code="run-folder"))
+        raise UserError(
+            Problem(
+                "this process already trains a run",
+                why="a run sets the random state of the whole process",
+                fix="wait until it ends, or start the second run in another process",
+                code="run-folder",
+            )
+        )
     try:
         yield
     finally:

@@ -51,14 +51,21 @@ def evaluate(folder: RunFolder, live: verify_saved.Live, checks: RunChecks) -> d
         done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
         if done.returncode:
             said = " ".join(done.stderr.split())[-500:]
-            what, fix = "the evaluation failed after training", command("evaluate", str(folder.path))
             problem = Problem(
-                what, found=said, why="the trained weights are saved", fix=fix, code="run-check"
+                "the evaluation failed after training",
+                found=said,
+                why="the trained weights are saved",
+                fix=command("evaluate", str(folder.path)),
+                code="run-check",
             )
             if done.returncode == Exit.ARTIFACT:
-                what, where = "the saved weights can't be loaded", str(folder.weights)
-                fix = "resume with --resume, or train again"
-                problem = Problem(what, where=where, found=said, fix=fix, code="run-damaged")
+                problem = Problem(
+                    "the saved weights can't be loaded",
+                    where=str(folder.weights),
+                    found=said,
+                    fix="resume with --resume, or train again",
+                    code="run-damaged",
+                )
                 verify_saved.set_aside(folder)
             raise UserError(problem, code=Exit.of(done.returncode))
     collectives.wait()

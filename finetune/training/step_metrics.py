@@ -123,8 +123,9 @@ class Metrics(TrainerCallback):
         self.append(record)
         on_gpu = record["gpu_memory_gib"]
         used = f"VRAM {on_gpu:.1f} GiB" if on_gpu else f"RAM {record['host_memory_gib']:.1f} GiB"
-        line = f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used}"
-        self.screen.step(state.global_step, state.max_steps, line)
+        self.screen.step(
+            state.global_step, state.max_steps, f"loss {logs['loss']:.4f}  {rate:,.0f} tokens/s  {used}"
+        )
         self.logged_at, self.logged_step, self.logged_tokens, self.waited = (
             now,
             state.global_step,

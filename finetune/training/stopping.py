@@ -36,10 +36,15 @@ def check(train: Train, resumes: str | None, keeper: str) -> None:
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
         option = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
     if parts and option and resumes != "auto":
-        what = f"{option} does not work here, because checkpoints can't store the state that {parts} keeps"
-        fix = optimizer_choice.saved_instead(parts)
-        problem = Problem(what, found=parts.rstrip(","), fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                f"{option} does not work here, because checkpoints can't store the state that {parts} keeps",
+                found=parts.rstrip(","),
+                fix=optimizer_choice.saved_instead(parts),
+                code="checkpoint",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 class Stop:
@@ -73,13 +78,13 @@ class Stop:
             raise Stopped(f"stopped by {name}")
         hung = time.monotonic() - self.step_began if self.step_began is not None else 0.0
         if collectives.given_up(hung):
-            what = "this process hung in a step, and the other processes gave up"
-            fix = "find the cause in the stack above, then resume with --resume"
-            texts = {
-                "found": f"no progress for {hung:.0f} s",
-                "why": "it waited for a process that has ended",
-            }
-            problem = Problem(what, fix=fix, code="launch-lost", **texts)
+            problem = Problem(
+                "this process hung in a step, and the other processes gave up",
+                fix="find the cause in the stack above, then resume with --resume",
+                code="launch-lost",
+                found=f"no progress for {hung:.0f} s",
+                why="it waited for a process that has ended",
+            )
             launch_environment.report(str(problem), time.time() - hung)
             os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills this process
         if os.environ.get("RANK", "0") == "0":
@@ -144,10 +149,15 @@ class Schedule(TrainerCallback):
         if not self.stopped:
             return
         if self.parts:
-            what = f"stopped by {self.stopped} after step {step} without a checkpoint"
-            why = f"checkpoints can't store the state that {self.parts} keeps"
-            fix = optimizer_choice.saved_instead(self.parts)
-            raise UserError(Problem(what, why=why, fix=fix, code="checkpoint"), code=Exit.TRAINING)
+            raise UserError(
+                Problem(
+                    f"stopped by {self.stopped} after step {step} without a checkpoint",
+                    why=f"checkpoints can't store the state that {self.parts} keeps",
+                    fix=optimizer_choice.saved_instead(self.parts),
+                    code="checkpoint",
+                ),
+                code=Exit.TRAINING,
+            )
         where = f"; saved: {self.writer.published}" if self.writer.published else ""
         ended = Stopped(f"stopped by {self.stopped} after step {step}{where}")
         ended.together = True
@@ -221,5 +231,10 @@ def add_steps_check(state: TrainerState, planned: int, patience: int | None, che
     if early := patience is not None and state.global_step < planned:
         expected = f"at most {planned}, with early stopping"
         actual += f", stopped early: no better evaluation in {patience}"
-    how = "optimizer steps that ran"
-    checks.add("steps", expected, actual, how, ok=state.global_step == planned or early)
+    checks.add(
+        "steps",
+        expected=expected,
+        actual=actual,
+        how="optimizer steps that ran",
+        ok=state.global_step == planned or early,
+    )

@@ -94,9 +94,16 @@ def running(arguments: Any, folder: RunFolder) -> Iterator[Tracked]:
         tracked.tell_scores()
         failed = 0
     except wandb.errors.Error as error:
-        fix, found = "run `wandb login`, or set WANDB_MODE=offline", " ".join(str(error).split())
-        problem = Problem("W&B can't be reached", "train.report_to", found=found, fix=fix, code="experiment")
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                "W&B can't be reached",
+                "train.report_to",
+                found=" ".join(str(error).split()),
+                fix="run `wandb login`, or set WANDB_MODE=offline",
+                code="experiment",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
     finally:
         wandb.finish(exit_code=failed)
         if ours:

@@ -74,14 +74,23 @@ def add_data_checks(
     data = recipe.data
     add_template_check(recipe.model, tokenizer, screen, checks)
     without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
-    how = "examples of the prepared data whose last trained token ends the turn"
     ok = without <= allowed * report.kept  # as audited
-    actual = f"{report.kept - without} examples"
-    checks.add("end of turn trained", f"{report.kept} examples", actual, how, ok=ok, code=Exit.INPUT)
+    checks.add(
+        "end of turn trained",
+        expected=f"{report.kept} examples",
+        actual=f"{report.kept - without} examples",
+        how="examples of the prepared data whose last trained token ends the turn",
+        ok=ok,
+        code=Exit.INPUT,
+    )
     if report.packing:
-        actual = f"{report.packing['rows']:.0f} sequences, {report.packing['fill']:.2%} full"
-        how = f"tokens of the packed sequences, divided by sequences x {data.max_length}"
-        checks.add("data.packing", f"sequences of {data.max_length} tokens", actual, how, ok=True)
+        checks.add(
+            "data.packing",
+            expected=f"sequences of {data.max_length} tokens",
+            actual=f"{report.packing['rows']:.0f} sequences, {report.packing['fill']:.2%} full",
+            how=f"tokens of the packed sequences, divided by sequences x {data.max_length}",
+            ok=True,
+        )
 
 
 def add_stream_check(prepared: Prepared, screen: Console, checks: RunChecks) -> None:
@@ -89,9 +98,13 @@ def add_stream_check(prepared: Prepared, screen: Console, checks: RunChecks) -> 
     if prepared.read is None:
         return
     read, left_out = map(sum, zip(*collectives.gathered(prepared.read.sum(0).tolist()), strict=True))
-    actual = f"{left_out:,} of {read:,}"
-    how = "examples that the data loaders read, including prefetched ones"
-    checks.add("skipped examples of the stream", "as few as data.expect allows", actual, how, ok=True)
+    checks.add(
+        "skipped examples of the stream",
+        expected="as few as data.expect allows",
+        actual=f"{left_out:,} of {read:,}",
+        how="examples that the data loaders read, including prefetched ones",
+        ok=True,
+    )
     if left_out:
         screen.say(f"note: training skipped {left_out:,} of {read:,} streamed examples")
 

@@ -106,11 +106,16 @@ def add_moved_check(before: dict[str, str], adapted: torch.nn.Module, steps: int
     moved = Counter(family(name) for name in after if after[name] != before[name])
     totals = Counter(map(family, after))
     actual = ", ".join(f"{name} {moved[name]} of {totals[name]}" for name in sorted(totals))
-    how = "hash of every trainable tensor, before and after"
     # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
     long = steps >= 4
     ok = (all if long else any)(moved[name] for name in totals)
-    checks.add("trained weights changed", "some of each kind" if long else "some", actual, how, ok=ok)
+    checks.add(
+        "trained weights changed",
+        expected="some of each kind" if long else "some",
+        actual=actual,
+        how="hash of every trainable tensor, before and after",
+        ok=ok,
+    )
 
 
 def family(name: str) -> str:
@@ -160,9 +165,15 @@ def add_file_checks(folder: RunFolder, live: Live, steps: int, checks: RunChecks
     config = json.loads((folder.adapter / "adapter_config.json").read_text(encoding="utf-8"))
     pruned = config["peft_type"] == "ADALORA"  # a module may have lost all ranks
     ok = count > 0 and (pruned or not empty) and (not zero or steps < 4)
-    actual = f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero"
     how, code = "adapter_model.safetensors", Exit.ARTIFACT
-    checks.add("saved file", "tensors, none empty, no trained one zero", actual, how, ok=ok, code=code)
+    checks.add(
+        "saved file",
+        expected="tensors, none empty, no trained one zero",
+        actual=f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero",
+        how=how,
+        ok=ok,
+        code=code,
+    )
     base = f"{config['base_model_name_or_path']} {config['revision'] or ''}".strip()
     checks.add("base model of the adapter", live.base, base, "adapter_config.json", code=code)
 
@@ -197,14 +208,25 @@ def check_reopened(live: Live, reopened: PreTrainedModel, folder: RunFolder, che
     code = Exit.ARTIFACT
     same = hashes(reopened, live.shapes)
     equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
-    how = "hash of every trained tensor, live and reopened from disk"
-    checks.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
+    checks.add(
+        "saved tensors",
+        expected=f"all {len(live.tensors)}",
+        actual=f"all {equal}",
+        how="hash of every trained tensor, live and reopened from disk",
+        code=code,
+    )
     pairs = zip(live.logits, scoring.logits(reopened, live.rows), strict=True)
     difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
     bound = live.bound
     expected = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
-    how = f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows"
-    checks.add("saved weights", expected, f"{difference:g}", how, ok=difference <= bound, code=code)
+    checks.add(
+        "saved weights",
+        expected=expected,
+        actual=f"{difference:g}",
+        how=f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows",
+        ok=difference <= bound,
+        code=code,
+    )
     check(folder, checks)
 
 

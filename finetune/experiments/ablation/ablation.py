@@ -121,9 +121,14 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
         Stopped: a signal arrived. The same command resumes.
     """
     if launcher.launched():
-        what, why = "`ablate` can't run under a launcher", "it starts its own processes"
-        fix = f"finetune ablate {shlex.quote(request.path)}"
-        raise UserError(Problem(what, fix=fix, why=why, code="launch-config"))
+        raise UserError(
+            Problem(
+                "`ablate` can't run under a launcher",
+                fix=f"finetune ablate {shlex.quote(request.path)}",
+                why="it starts its own processes",
+                code="launch-config",
+            )
+        )
     own = load_recipe(request.path, request.overrides)
     given = optimizations.read(request.optimizations)
     optimizations.check_values(given, own.adapter.type)
@@ -253,8 +258,16 @@ def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
         "NOT COMPARABLE: the folder has results of another machine or other data",
         bench.request.folder,
     )
-    fix = "choose another folder with --output"
-    return UserError(Problem(what, "", str(where), found, expected, fix, code="experiment"))
+    return UserError(
+        Problem(
+            what,
+            where=str(where),
+            found=found,
+            expected=expected,
+            fix="choose another folder with --output",
+            code="experiment",
+        )
+    )
 
 
 def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:

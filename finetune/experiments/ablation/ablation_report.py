@@ -190,8 +190,11 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
         return ""
     name = "cpu" if machine.device == "cpu" else "single_gpu"
     shelf = shipped_files.folder("accelerate_configs") / f"{name}.yaml"
-    line = f'mixed_precision: "{precision}" # as measured'
-    return re.sub(r"(?m)^mixed_precision:.*$", line, shelf.read_text(encoding="utf-8"))
+    return re.sub(
+        r"(?m)^mixed_precision:.*$",
+        f'mixed_precision: "{precision}" # as measured',
+        shelf.read_text(encoding="utf-8"),
+    )
 
 
 def show(screen: Console, found: dict[str, Any], place: Path) -> None:

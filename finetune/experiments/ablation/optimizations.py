@@ -231,10 +231,17 @@ def _measure_problems(file: AblationFile) -> list[Problem]:
     one = file.measure
     if one.warm_up < one.steps:
         return []
-    at = file.place("measure", "warm_up" if "warm_up" in one.model_fields_set else "steps")
-    what, found = "the warm-up leaves no step to measure", f"warm_up {one.warm_up}, steps {one.steps}"
-    expected, fix = f"warm_up below {one.steps}", f"steps: {one.warm_up + 10}"
-    return [Problem(what, "measure.warm_up", at, found, expected, fix, code="value-range")]
+    return [
+        Problem(
+            "the warm-up leaves no step to measure",
+            "measure.warm_up",
+            where=file.place("measure", "warm_up" if "warm_up" in one.model_fields_set else "steps"),
+            found=f"warm_up {one.warm_up}, steps {one.steps}",
+            expected=f"warm_up below {one.steps}",
+            fix=f"steps: {one.warm_up + 10}",
+            code="value-range",
+        )
+    ]
 
 
 def _sets(file: AblationFile) -> list[tuple[str, Any, str]]:
@@ -256,8 +263,16 @@ def _set_problems(file: AblationFile) -> list[Problem]:
             **varied_keys.FIXED,
             **MEASURED,
         }.get(key):
-            what, texts = "an optimization can't set this key", {"fix": f"remove `{key}:`", "why": why}
-            problems.append(Problem(what, key, at, **texts, code="ablation-file"))
+            problems.append(
+                Problem(
+                    "an optimization can't set this key",
+                    key,
+                    where=at,
+                    fix=f"remove `{key}:`",
+                    why=why,
+                    code="ablation-file",
+                )
+            )
     return problems
 
 
@@ -294,20 +309,40 @@ def _order_problems(file: AblationFile) -> list[Problem]:
         for number, below in enumerate(optimization.on):
             if below not in known:
                 fix = nearest(below, known) or "name an optimization that is earlier in the file"
-                what = f"`on` of the optimization {optimization.name} names no earlier optimization"
                 at = file.place(*here, "on", str(number))
-                why = "an optimization can stand only on a measured one"
-                problems.append(Problem(what, "", at, below, fix=fix, why=why, code="ablation-file"))
+                problems.append(
+                    Problem(
+                        f"`on` of the optimization {optimization.name} names no earlier optimization",
+                        where=at,
+                        found=below,
+                        fix=fix,
+                        why="an optimization can stand only on a measured one",
+                        code="ablation-file",
+                    )
+                )
         if optimization.name in known:
             at = file.place(*here, "name")
-            what, fix = "two optimizations have the same name", "rename one of them"
-            problems.append(Problem(what, "", at, optimization.name, fix=fix, code="ablation-file"))
+            problems.append(
+                Problem(
+                    "two optimizations have the same name",
+                    where=at,
+                    found=optimization.name,
+                    fix="rename one of them",
+                    code="ablation-file",
+                )
+            )
         if optimization.kind in TAKEN:
             at = file.place(*here, "kind")
-            what, fix = "this name is reserved", f"kind: {optimization.kind}_2"
-            why = "finetune stores other results under it"
             problems.append(
-                Problem(what, "kind", at, optimization.kind, "", fix, why=why, code="ablation-file")
+                Problem(
+                    "this name is reserved",
+                    "kind",
+                    where=at,
+                    found=optimization.kind,
+                    fix=f"kind: {optimization.kind}_2",
+                    why="finetune stores other results under it",
+                    code="ablation-file",
+                )
             )
         known.add(optimization.name)
     return problems

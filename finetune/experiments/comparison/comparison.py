@@ -194,8 +194,15 @@ def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
             texts = {"found": repr(name), "fix": fix, "why": why, "code": "adapter-type"}
             problems.append(Problem(what, where="--adapters", **texts))
         elif name in [entrant.type for entrant in found]:
-            what, fix = "the list names an adapter type twice", "remove one of them"
-            problems.append(Problem(what, where="--adapters", found=name, fix=fix, code="experiment"))
+            problems.append(
+                Problem(
+                    "the list names an adapter type twice",
+                    where="--adapters",
+                    found=name,
+                    fix="remove one of them",
+                    code="experiment",
+                )
+            )
         elif at:
             try:
                 found.append(Entrant(name, float(stated), "--adapters"))
@@ -286,10 +293,16 @@ def run_one(job: ComparedRun) -> str:
         reason = why(error)
         if not collectives.shared(kind(error)):
             who = f"process {PartialState().process_index}"
-            what = f"the run {job.name} failed on {who}, but not on all processes"
-            fix = "run the same command again, or remove this type from --adapters"
-            problem = Problem(what, where=str(job.folder.path), found=reason, fix=fix, code="experiment")
-            raise UserError(problem, code=Exit.TRAINING) from error
+            raise UserError(
+                Problem(
+                    f"the run {job.name} failed on {who}, but not on all processes",
+                    where=str(job.folder.path),
+                    found=reason,
+                    fix="run the same command again, or remove this type from --adapters",
+                    code="experiment",
+                ),
+                code=Exit.TRAINING,
+            ) from error
         return reason
     if PartialState().is_main_process:
         seconds = time.monotonic() - started
@@ -406,9 +419,16 @@ def measure(
     share = max((count * seconds[kind] for kind, count in kept.items()), default=share)
     if runs and share < FEWEST_STEPS * slowest:
         least = spent + runs * ((besides or 0.0) + FEWEST_STEPS * slowest)
-        what = f"the budget is too small for {runs} runs of {FEWEST_STEPS} steps with their evaluations"
         minutes = f"{math.ceil(least / 60)}m"
-        texts = {"found": f"{budget:.0f} s", "expected": f"{minutes} or more", "fix": f"--budget {minutes}"}
-        raise UserError(Problem(what, where="--budget", **texts, code="value-range"))
+        raise UserError(
+            Problem(
+                f"the budget is too small for {runs} runs of {FEWEST_STEPS} steps with their evaluations",
+                where="--budget",
+                found=f"{budget:.0f} s",
+                expected=f"{minutes} or more",
+                fix=f"--budget {minutes}",
+                code="value-range",
+            )
+        )
     steps = {kind: kept.get(kind) or int(share / each) for kind, each in seconds.items()}
     return {"steps": steps, "step_seconds": seconds, "besides_seconds": besides, "failed": failed}

@@ -38,9 +38,16 @@ def make_folder(folder: Path, command: str) -> None:
     except OSError as error:
         problem = str(error.strerror or error)
     if problem:
-        what, expected = f"`{command}` can't use this folder", "a folder of its own that is writable"
-        fix = f"--output runs/my-{command}"
-        raise UserError(Problem(what, "", str(folder), problem, expected, fix, code="experiment"))
+        raise UserError(
+            Problem(
+                f"`{command}` can't use this folder",
+                where=str(folder),
+                found=problem,
+                expected="a folder of its own that is writable",
+                fix=f"--output runs/my-{command}",
+                code="experiment",
+            )
+        )
     run_folder.refuse_links(folder)
 
 
@@ -93,8 +100,16 @@ def check_same(began: dict[str, str], now: dict[str, str], folder: Path, fix: st
     """Raise a UserError if an experiment was started with other values (exit 2)."""
     if other := varied_keys.differing(began, now):
         found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))
-        what = f"the folder holds an experiment with other values of {', '.join(other[:5])}"
-        raise UserError(Problem(what, "", str(folder), found, expected, fix, code="experiment"))
+        raise UserError(
+            Problem(
+                f"the folder holds an experiment with other values of {', '.join(other[:5])}",
+                where=str(folder),
+                found=found,
+                expected=expected,
+                fix=fix,
+                code="experiment",
+            )
+        )
 
 
 def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -> str:

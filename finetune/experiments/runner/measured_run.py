@@ -169,12 +169,20 @@ def make(job: RunCommand, *, cpu: bool) -> bool:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     started = time.monotonic()
     steps = load_recipe(job.recipe, job.overrides).train.max_steps
-    name = f"{job.folder.parent.name}/{job.folder.name}"
-    shown = worker_process.Shown(name, kept_runs.share_of_steps(job.folder, steps, None))
+    shown = worker_process.Shown(
+        f"{job.folder.parent.name}/{job.folder.name}", kept_runs.share_of_steps(job.folder, steps, None)
+    )
     code = start(words, str(log), environment, cpu=cpu, more=True, shown=shown)
     if code in (Exit.STOPPED, 130, -2, -15):
-        what, fix = f"a signal stopped the run {job.folder.name}", "run the same command again to continue"
-        raise UserError(Problem(what, where=str(job.folder), fix=fix, code="experiment"), code=Exit.STOPPED)
+        raise UserError(
+            Problem(
+                f"a signal stopped the run {job.folder.name}",
+                where=str(job.folder),
+                fix="run the same command again to continue",
+                code="experiment",
+            ),
+            code=Exit.STOPPED,
+        )
     safe_files.make_folder(job.folder.parent, job.folder.name)
     failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
     mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}

@@ -158,12 +158,18 @@ def _live(
         errors.seek(0)
         text = errors.read().strip()
     if kill_after and process.returncode == Exit.DONE:
-        what = "the run ended before finetune killed it, so the rehearsal did not test a resume"
-        problem = Problem(what, fix="finetune check RECIPE --verify-resume", code="run-check")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem(
+                "the run ended before finetune killed it, so the rehearsal did not test a resume",
+                fix="finetune check RECIPE --verify-resume",
+                code="run-check",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     if process.returncode not in expected:
-        what = f"the rehearsal failed in the phase `{phases[-1].name}`"
-        raise verify_resume.failed(what, words, process.returncode, text)
+        raise verify_resume.failed(
+            f"the rehearsal failed in the phase `{phases[-1].name}`", words, process.returncode, text
+        )
     return phases
 
 

@@ -55,8 +55,14 @@ def key_problem(key: str, value: object, at: str) -> Problem | None:
         every = [f"{one}.{name}" for one in sorted(known["recipe"]) for name in sorted(known[one])]
         last = key.rpartition(".")[2]
         fix = next((one for one in every if one.endswith(f".{last}")), "") or nearest(key, every)
-        what, expected = "recipes have no such key", "" if fix else "a key such as adapter.r"
-        return Problem(what, "", at, key, expected, fix, code="unknown-key")
+        return Problem(
+            "recipes have no such key",
+            where=at,
+            found=key,
+            expected="" if fix else "a key such as adapter.r",
+            fix=fix,
+            code="unknown-key",
+        )
     inner = known.get(f"{section}.{names[0]}") if section != "adapter" or len(names) > 1 else None
     if names[0] in known[section] and (len(names) == 1 or not inner or names[1] in inner):
         return None

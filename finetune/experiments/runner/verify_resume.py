@@ -95,9 +95,16 @@ def _both_runs(
             _train([*command, *shorter, f"train.output_dir={straight}", until])
         last = max(map(checkpoints.step_of, checkpoints.published(straight / "checkpoints")))
         if last <= HALF:
-            what, found = "the run is too short for a stop and a resume", f"{last} steps"
-            texts = {"expected": f"more than {HALF} steps", "fix": "train.max_steps=12"}
-            raise UserError(Problem(what, "train.max_steps", "", found, **texts, code="value-range"))
+            raise UserError(
+                Problem(
+                    "the run is too short for a stop and a resume",
+                    "train.max_steps",
+                    found=f"{last} steps",
+                    expected=f"more than {HALF} steps",
+                    fix="train.max_steps=12",
+                    code="value-range",
+                )
+            )
         screen.say(f"resuming in a new process from step {HALF} ...")
         middle = f"checkpoints/step-{HALF}"
         shutil.copytree(straight / middle, resumed / middle)
@@ -115,9 +122,15 @@ def _both_runs(
 def outside_a_launch(words: list[str]) -> None:
     """Raise a UserError under a launcher (exit 2), because `finetune train` launches the compared runs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        what, why = f"{words[-1]} can't run under a launcher", "it starts its own runs on all GPUs"
         fix = command_lines.command("check", *words)
-        raise UserError(Problem(what, fix=fix, why=why, code="launch-config"))
+        raise UserError(
+            Problem(
+                f"{words[-1]} can't run under a launcher",
+                fix=fix,
+                why="it starts its own runs on all GPUs",
+                code="launch-config",
+            )
+        )
 
 
 def compare(straight: Path, resumed: Path, step: int) -> list[Part]:
@@ -216,8 +229,9 @@ def failed(what: str, words: list[str], code: int, text: str) -> UserError:
     """Return the error of a command of finetune that failed, with the last lines that it printed."""
     head, *more = text.strip().splitlines()[-12:] or [f"exit {code}"]
     fix = command_lines.command(*words)
-    problem = Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check")
-    return UserError(problem, code=Exit.of(code))
+    return UserError(
+        Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check"), code=Exit.of(code)
+    )
 
 
 def _verdict(part: Part) -> str:

@@ -112,19 +112,39 @@ def parse(path: Path) -> tuple[Space, list[Problem]]:
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the space"), str(path))
     except OSError as error:
-        what, found = "finetune can't read the search space", str(error.strerror)
-        fix = paths.similar_files(path) or "remove --space to use the shipped search space"
-        raise UserError(Problem(what, "", str(path), found, fix=fix, code="search-space")) from None
+        raise UserError(
+            Problem(
+                "finetune can't read the search space",
+                where=str(path),
+                found=str(error.strerror),
+                fix=paths.similar_files(path) or "remove --space to use the shipped search space",
+                code="search-space",
+            )
+        ) from None
     raw, where, problems = document.value, document.where, list(document.problems)
     if not isinstance(raw, dict) or not isinstance(raw.get("space"), dict) or not raw["space"]:
-        what, place = "the file has no search space", where.get(("space",), str(path))
-        expected = "`space:` with recipe keys and their ranges or choices"
-        fix = "space: {adapter.r: {low: 4, high: 64}}"
-        raise UserError(*problems, Problem(what, "", place, "", expected, fix, code="search-space"))
+        raise UserError(
+            *problems,
+            Problem(
+                "the file has no search space",
+                where=where.get(("space",), str(path)),
+                expected="`space:` with recipe keys and their ranges or choices",
+                fix="space: {adapter.r: {low: 4, high: 64}}",
+                code="search-space",
+            ),
+        )
     for name in [name for name in raw if name not in ("search", "space")]:
         near = nearest(name, ["search", "space"])
-        texts = {"expected": "" if near else "search, space", "fix": near, "code": "unknown-key"}
-        problems.append(Problem("unknown section", name, where[(name,)], **texts))
+        problems.append(
+            Problem(
+                "unknown section",
+                name,
+                where=where[(name,)],
+                expected="" if near else "search, space",
+                fix=near,
+                code="unknown-key",
+            )
+        )
     search = _validated(Search, raw.get("search") or {}, ("search",), raw, where, problems)
     parameters = {}
     for key, given in raw["space"].items():
@@ -156,11 +176,31 @@ def _validated(
 def _key_problems(key: str, at: str) -> list[Problem]:
     section, dot, name = key.partition(".")
     if not (dot and name):
-        what, fix = "recipes have no such key", f"write the section and the key: SECTION.{name or key}"
-        return [Problem(what, "", at, key, "a key such as adapter.r", fix, code="unknown-key")]
+        return [
+            Problem(
+                "recipes have no such key",
+                where=at,
+                found=key,
+                expected="a key such as adapter.r",
+                fix=f"write the section and the key: SECTION.{name or key}",
+                code="unknown-key",
+            )
+        ]
     why = REFUSED.get(section) or REFUSED.get(key) or ""
-    what, texts = "a sweep can't search this key", {"fix": f"remove `{key}:`", "why": why}
-    return [Problem(what, key, at, **texts, code="search-space")] if why else []
+    return (
+        [
+            Problem(
+                "a sweep can't search this key",
+                key,
+                where=at,
+                fix=f"remove `{key}:`",
+                why=why,
+                code="search-space",
+            )
+        ]
+        if why
+        else []
+    )
 
 
 def _parameter_problems(
@@ -181,8 +221,12 @@ def _parameter_problems(
         problem(what, fix=f"{key}: {{low: 1, high: 8}}")
         return found
     if ranged and one.low >= one.high:  # type: ignore[operator] (both are numbers)
-        found_range = f"low {one.low}, high {one.high}"
-        problem("`low` is not below `high`", "low", found=found_range, fix="swap the two values")
+        problem(
+            "`low` is not below `high`",
+            "low",
+            found=f"low {one.low}, high {one.high}",
+            fix="swap the two values",
+        )
     elif one.log and (not ranged or one.low <= 0):  # type: ignore[operator] (both are numbers)
         shown = f"low {one.low}" if ranged else f"choices {one.choices}"
         problem("a log scale needs a range above 0", "log", found=shown, fix="log: false")
@@ -192,8 +236,12 @@ def _parameter_problems(
         expected = "an integer" if ranged else "`step` only with low and high"
         problem("the step does not fit the values", "step", found=str(one.step), expected=expected)
     elif fix := _unreached(one):
-        shown = f"low {one.low}, high {one.high}, step {one.step}"
-        problem("the steps do not reach `high`", "step", found=shown, fix=fix)
+        problem(
+            "the steps do not reach `high`",
+            "step",
+            found=f"low {one.low}, high {one.high}, step {one.step}",
+            fix=fix,
+        )
     labels = [varied_keys.text_of(value) for value in one.choices or ()]
     for index, label in enumerate(labels):
         if label in labels[:index]:
@@ -205,8 +253,12 @@ def _parameter_problems(
         problem("`times` needs numbers as choices", "times", found=", ".join(labels), fix="remove `times:`")
     other = all_of_them.get(target) if target != key else None
     if isinstance(other, dict) and other.get("times") not in (None, target):
-        fix = f"times: {other['times']}"
-        problem(f"`{target}` is itself a multiple of `{other['times']}`", "times", found=target, fix=fix)
+        problem(
+            f"`{target}` is itself a multiple of `{other['times']}`",
+            "times",
+            found=target,
+            fix=f"times: {other['times']}",
+        )
     return found
 
 

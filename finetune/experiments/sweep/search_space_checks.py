@@ -91,16 +91,31 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
         notes += [f"{key}: the sweep skips {label}: {why}" for label, why in gone.items()]
         left = [value for value in kept[key].choices or () if text_of(value) not in gone]
         if not left:
-            what, found = "this machine can run none of the choices", "; ".join(gone.values())
-            fix = "add a choice that this machine can run"
-            raise UserError(Problem(what, key, found=found, fix=fix, code="hardware"), code=Exit.ENVIRONMENT)
+            raise UserError(
+                Problem(
+                    "this machine can run none of the choices",
+                    key,
+                    found="; ".join(gone.values()),
+                    fix="add a choice that this machine can run",
+                    code="hardware",
+                ),
+                code=Exit.ENVIRONMENT,
+            )
         kept[key] = kept[key].model_copy(update={"choices": left})
     if recipe.train.max_steps is None and not recipe.data.streaming:
         changing = [key for key in space.parameters if key.startswith("data.")]
         if changing:
             what, why = "a searched key changes the number of steps", "trials need equally many steps"
-            texts = {"found": ", ".join(changing), "fix": "add train.max_steps=N", "why": why}
-            raise UserError(Problem(what, where=str(space.path), **texts, code="search-space"))
+            raise UserError(
+                Problem(
+                    what,
+                    where=str(space.path),
+                    found=", ".join(changing),
+                    fix="add train.max_steps=N",
+                    why=why,
+                    code="search-space",
+                )
+            )
     rows, content = rows_of(recipe)
     left = dataclasses.replace(space, parameters=kept)
     silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
@@ -114,14 +129,27 @@ def comparable(recipe: Recipe) -> None:
         UserError: there is no validation set, or the metric is neither loss nor exact match (exit 2).
     """
     if recipe.data.validation is None and recipe.data.validation_fraction is None:
-        what, why = "a sweep needs a validation set", "it compares trials by their validation score"
-        fix = "data.validation_fraction=0.05, or data.validation=FILE"
-        raise UserError(Problem(what, "data.validation", fix=fix, why=why, code="missing-key"))
+        raise UserError(
+            Problem(
+                "a sweep needs a validation set",
+                "data.validation",
+                fix="data.validation_fraction=0.05, or data.validation=FILE",
+                why="it compares trials by their validation score",
+                code="missing-key",
+            )
+        )
     best = recipe.eval.metric_for_best_model
     if best not in ("loss", "exact_match"):
-        what, key = "a sweep can't compare trials by this metric", "eval.metric_for_best_model"
-        expected, fix = "loss or exact_match", "eval.metric_for_best_model=loss"
-        raise UserError(Problem(what, key, "", best, expected, fix, code="eval-setting"))
+        raise UserError(
+            Problem(
+                "a sweep can't compare trials by this metric",
+                "eval.metric_for_best_model",
+                found=best,
+                expected="loss or exact_match",
+                fix="eval.metric_for_best_model=loss",
+                code="eval-setting",
+            )
+        )
 
 
 def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[str, dict[str, str]]:
@@ -143,8 +171,14 @@ def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[s
             if section == "adapter" and fix.startswith("set") and not _has(kind, one.times):
                 why = f"the adapter type {kind} has no {name}"
                 fix = "adapter.type=lora, or another search space with --space FILE"
-            place = space.where.get(("space", key, "times"), of_key)
-            problem = Problem(what, key, place, fix=fix, why=why, code="search-space")
+            problem = Problem(
+                what,
+                key,
+                where=space.where.get(("space", key, "times"), of_key),
+                fix=fix,
+                why=why,
+                code="search-space",
+            )
             problems[str(problem)] = problem
             continue
         for value, part in one.corners:
@@ -226,9 +260,13 @@ def _has(kind: str, key: str) -> bool:
 
 def _of_a_product(problem: Problem, value: object, times: str, recipe: Recipe) -> Problem:
     """Explain that the problematic value is a product of a drawn value and the recipe's own."""
-    product = f"{problem.found} = {value} x {times} ({own_value(recipe, times)})"
-    fix = f"change {times}, or choose another search space with --space FILE"
-    return dataclasses.replace(problem, found=product, fix=fix) if problem.found else problem
+    if not problem.found:
+        return problem
+    return dataclasses.replace(
+        problem,
+        found=f"{problem.found} = {value} x {times} ({own_value(recipe, times)})",
+        fix=f"change {times}, or choose another search space with --space FILE",
+    )
 
 
 def _placed(problem: Problem, at: str, of_key: str) -> Problem:

@@ -134,14 +134,21 @@ def problems(content: dict[str, Any]) -> list[Problem]:
         _failed(f"trial {row['number']} {row['state']}", row["reason"], f"trial-{row['number']:04d}")
         for row in rows
     ]
-    what, fix = "the sweep finished no trial", "raise --trials or --hours"
-    return said or [Problem(what, found="0 finished trials", fix=fix, code="experiment")]
+    return said or [
+        Problem(
+            "the sweep finished no trial",
+            found="0 finished trials",
+            fix="raise --trials or --hours",
+            code="experiment",
+        )
+    ]
 
 
 def _failed(what: str, reason: str, folder: str) -> Problem:
     """Return the problem of a trial that ended without a score."""
-    fix = f"read logs/{folder}.txt in the folder of the sweep"
-    return Problem(what, found=reason, fix=fix, code="experiment")
+    return Problem(
+        what, found=reason, fix=f"read logs/{folder}.txt in the folder of the sweep", code="experiment"
+    )
 
 
 def search(job: Search) -> dict[str, Any]:
@@ -184,8 +191,12 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
     """
     old = study_storage.verify(study, str(folder))
     began = study.user_attrs.get("identity", own)
-    fix = "choose a new folder with --output, or use the earlier recipe, overrides and search space"
-    kept_runs.check_same(began, own, folder, fix)
+    kept_runs.check_same(
+        began,
+        own,
+        folder,
+        "choose a new folder with --output, or use the earlier recipe, overrides and search space",
+    )
     if "identity" not in study.user_attrs:
         study.set_user_attr("identity", own)
     study_storage.add_hashes(study, old)
@@ -398,12 +409,15 @@ def make_way(folder: Path, screen: Console) -> None:
             with lock.claimed(str(run), run.name):
                 moved = kept_runs.set_aside(run)
         except UserError as error:
-            what, found = (
-                "another worker trains the final run of an earlier best recipe",
-                error.problems[0].found,
-            )
-            fix = "run the same command again when that run has ended"
-            raise UserError(Problem(what, where=str(run), found=found, fix=fix, code="experiment")) from error
+            raise UserError(
+                Problem(
+                    "another worker trains the final run of an earlier best recipe",
+                    where=str(run),
+                    found=error.problems[0].found,
+                    fix="run the same command again when that run has ended",
+                    code="experiment",
+                )
+            ) from error
         safe_files.remove(moved, lock.LOCK)
         screen.say(f"the folder `final` holds an earlier best recipe; finetune moved it to {moved}")
     safe_files.write_bytes(folder, begun.name, best.read_bytes())
@@ -442,6 +456,13 @@ def final(requested: SweepRequest) -> None:
         by = f" by {told[0]}" if told else ""
         raise Stopped(f"the final run was stopped{by}; to continue, run the same command again, or: {fix}")
     if code:
-        texts = {"found": f"exit code {code}; its errors are printed above", "fix": fix, "code": "experiment"}
-        problem = Problem("the final run failed", where=str(folder), **texts)
-        raise UserError(problem, code=Exit.of(code))
+        raise UserError(
+            Problem(
+                "the final run failed",
+                where=str(folder),
+                found=f"exit code {code}; its errors are printed above",
+                fix=fix,
+                code="experiment",
+            ),
+            code=Exit.of(code),
+        )

@@ -125,13 +125,18 @@ def _asked(url: str, stack: contextlib.ExitStack, ask: Callable[[Any], Any]) -> 
 
 
 def _no_driver(error: ImportError, url: str) -> UserError:
-    what = "the driver of this database is not installed"
-    found = f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}"
     is_postgres = "postgres" in url
     driver = "pymysql" if "mysql" in url else "the driver of the database"
-    fix = packages.install_extra("sweep") if is_postgres else f"install {driver} with pip"
-    problem = Problem(what, where="--storage", found=found, fix=fix, code="package-missing")
-    return UserError(problem, code=Exit.ENVIRONMENT)
+    return UserError(
+        Problem(
+            "the driver of this database is not installed",
+            where="--storage",
+            found=f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}",
+            fix=packages.install_extra("sweep") if is_postgres else f"install {driver} with pip",
+            code="package-missing",
+        ),
+        code=Exit.ENVIRONMENT,
+    )
 
 
 def _no_journal(error: OSError | ValueError, url: str) -> UserError:
@@ -154,10 +159,17 @@ def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> Us
     said = redacted(first_line(error.__cause__ or error), url)
     what = "finetune can't use the storage of the study"
     what = "the value is not a storage URL" if code == Exit.INPUT else what
-    expected = "sqlite:///FILE, postgresql://user@host/database, mysql+pymysql://..., journal:FILE"
-    found, fix = f"{shown(url)}: {said}", "--storage sqlite:///study.db"
-    problem = Problem(what, "", "--storage", found, expected, fix, code="experiment")
-    return UserError(problem, code=code)
+    return UserError(
+        Problem(
+            what,
+            where="--storage",
+            found=f"{shown(url)}: {said}",
+            expected="sqlite:///FILE, postgresql://user@host/database, mysql+pymysql://..., journal:FILE",
+            fix="--storage sqlite:///study.db",
+            code="experiment",
+        ),
+        code=code,
+    )
 
 
 def _storage(url: str, stack: contextlib.ExitStack) -> Any:
@@ -272,10 +284,16 @@ def _unreadable(error: Exception) -> str:
 
 
 def _damaged(where: str, parts: list[str]) -> UserError:
-    found = f"changed parts: {', '.join(parts[:10])}"
-    fix = "choose a new folder with --output, or restore the storage from a backup"
-    problem = Problem("the stored study is damaged", where=where, found=found, fix=fix, code="experiment")
-    return UserError(problem, code=Exit.ARTIFACT)
+    return UserError(
+        Problem(
+            "the stored study is damaged",
+            where=where,
+            found=f"changed parts: {', '.join(parts[:10])}",
+            fix="choose a new folder with --output, or restore the storage from a backup",
+            code="experiment",
+        ),
+        code=Exit.ARTIFACT,
+    )
 
 
 def _hash(trial: FrozenTrial, value: float | None = None, state: TrialState | None = None) -> str:
