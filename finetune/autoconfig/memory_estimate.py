@@ -160,8 +160,9 @@ def widths(config: ModelConfig) -> Widths:
     experts = model_config.expert_sizes(config)
     if experts is None:
         return one
-    stack = 2 * experts.number * experts.width * hidden
-    return one._replace(intermediate=experts.active, routed=experts.each, stack=stack)
+    return one._replace(
+        intermediate=experts.active, routed=experts.each, stack=2 * experts.number * experts.width * hidden
+    )
 
 
 def routed_size(config: ModelConfig) -> int:
@@ -318,9 +319,15 @@ def activations(
     gone = offloaded_share(offload, one.layers)
     entry = (1 - gone) * row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
-    pinned = 2 ** math.ceil(math.log2(row)) / row
     plan = Memory(
-        one.layers, saved_gib, 2 * one.layers * row, entry, room, mlps, offloaded=gone, pinned=pinned
+        one.layers,
+        saved_gib,
+        2 * one.layers * row,
+        entry,
+        room,
+        mlps,
+        offloaded=gone,
+        pinned=2 ** math.ceil(math.log2(row)) / row,
     )
     plan = plan._replace(graphs=min(moments))
     if not (keeps.fp8 and keeps.compiled and keeps.fused):

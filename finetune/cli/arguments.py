@@ -119,8 +119,12 @@ def check_read(command: str, overrides: list[str]) -> None:
         text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
     ]
     what, fix, code = f"`{command}` does not use this key", "remove the override", "command-line"
-    why = "it was used in training, and the run is finished"
-    texts = {"expected": f"keys of {', '.join(read)}", "fix": fix, "why": why, "code": code}
+    texts = {
+        "expected": f"keys of {', '.join(read)}",
+        "fix": fix,
+        "why": "it was used in training, and the run is finished",
+        "code": code,
+    }
     if other:
         raise UserError(
             *(Problem(what, text.partition("=")[0], f"override {text!r}", **texts) for text in other)

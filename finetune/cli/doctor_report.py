@@ -75,8 +75,13 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
 def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]:
     """Time GEMMs, attention and copies at the model's shapes, or at the shapes of an 8B Llama."""
     one = memory_estimate.widths(architecture.read(recipe.model).config) if recipe else LLAMA_8B
-    fp8 = not mixed_precision.fp8_missing(machine, "bf16")
-    rates = measured_rates.run(machine.device, machine.name, one, fp8=fp8, cards=machine.count)
+    rates = measured_rates.run(
+        machine.device,
+        machine.name,
+        one,
+        fp8=not mixed_precision.fp8_missing(machine, "bf16"),
+        cards=machine.count,
+    )
     rows = [(name, str(rates[name])) for name in ("device", "torch", "date", "shapes")]
     for name, text in measured_rates.NAMES.items():
         if name in rates:

@@ -103,10 +103,9 @@ def _verbosity(options: argparse.Namespace) -> Verbosity:
 def _result(folder: RunFolder) -> dict[str, Any]:
     """Return the result of `finetune train --json`."""
     checks = folder.read("checks.json")
-    passed = sum(check["passed"] for check in checks)
     return {
         "run": folder.path,
         "evaluation": folder.read("eval.json"),
-        "run_checks": {"passed": passed, "total": len(checks)},
+        "run_checks": {"passed": sum(check["passed"] for check in checks), "total": len(checks)},
         "report": folder.path / "report.html",
     }

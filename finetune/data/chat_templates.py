@@ -160,8 +160,11 @@ def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict
             )
         )
     (with_prompt,) = render(template, [([user], tools)], prompt=True)
-    function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
-    call = {"id": "callqz001", "type": "function", "function": function}
+    call = {
+        "id": "callqz001",
+        "type": "function",
+        "function": {"name": "qzname", "arguments": {"qzkey": "qzcall"}},
+    }
     result = {"role": "tool", "content": "qzresult", "tool_call_id": call["id"]}
     called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, result, answer]
     told = [{"role": "system", "content": "qzsystem"}, user, answer]

@@ -227,8 +227,11 @@ def convert(row: Row, data: Data, format: str) -> Example:
     if format == "text":
         return Example(row.where, completion=_text(value, "text", row))
     if _asked_plainly(value, format):
-        prompt = _text(value, "prompt", row, empty=True)
-        return Example(row.where, prompt=prompt, completion=_text(value, "completion", row))
+        return Example(
+            row.where,
+            prompt=_text(value, "prompt", row, empty=True),
+            completion=_text(value, "completion", row),
+        )
     roles = _roles(format, data)
     turns, given = _turns(value, format, row)
     untrained = 0 if data.train_on == "all" else given

@@ -67,12 +67,11 @@ def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED 
             # columns of Arrow tables can hold values and keys that JSON cannot represent
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
         except UnicodeEncodeError as error:
-            found = ascii(error.object[error.start])
             return BadRow(
                 "unreadable",
                 "the example has half of a surrogate pair, which is not a character",
                 where,
-                found=found,
+                found=ascii(error.object[error.start]),
             )
     return Row(value, where)
 

@@ -89,8 +89,13 @@ def start(cache: Path) -> Path:
 
 def seal(building: Path, key: str, reports: dict[str, Any]) -> None:
     """Write report.json with the reports and the hash of rows.arrow."""
-    files = {ROWS: verified_files.describe(building / ROWS)}
-    safe_files.write_text(building, REPORT, verified_files.signed({"key": key, "files": files, **reports}))
+    safe_files.write_text(
+        building,
+        REPORT,
+        verified_files.signed(
+            {"key": key, "files": {ROWS: verified_files.describe(building / ROWS)}, **reports}
+        ),
+    )
 
 
 def read(folder: Path) -> dict[str, Any] | None:

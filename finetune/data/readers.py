@@ -429,5 +429,6 @@ def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionE
     cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))
     what = "the file is cut off" if cut and not line.endswith("\n") else "not valid JSON"
     where, found = f"{path}:{number}:{column}", shown[start : start + 60]
-    fix = "" if "cut off" in what else hints.line(shown)
-    return BadRow("unreadable", f"{what}: {error.msg}", where, found, fix=fix)
+    return BadRow(
+        "unreadable", f"{what}: {error.msg}", where, found, fix="" if "cut off" in what else hints.line(shown)
+    )

@@ -84,8 +84,11 @@ def check_of_the_hub(data: Data) -> None:
     wrong = [(key, value) for key, value in hub_keys.items() if value and all(files_only)]
     for item, is_file in zip(items, files_only, strict=True):
         if isinstance(item, Source) and is_file:
-            split = None if os.path.isdir(os.path.expanduser(item.name)) else item.split
-            more = {"revision": item.revision, "subset": item.subset, "split": split}
+            more = {
+                "revision": item.revision,
+                "subset": item.subset,
+                "split": None if os.path.isdir(os.path.expanduser(item.name)) else item.split,
+            }
             wrong += [("data.name", f"{key}: {value} of {item.name}") for key, value in more.items() if value]
     if wrong:
         what, code = "this key is only for a dataset on the Hub", "recipe-conflict"

@@ -93,8 +93,13 @@ def stream(
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
     read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
-    settings = BlockSettings(seed, vocabulary, declared, has_weights=report.loss_weight > 0)
-    block = partial(encode_block, read=read, data=data, tokenizer=tokenizer, settings=settings)
+    block = partial(
+        encode_block,
+        read=read,
+        data=data,
+        tokenizer=tokenizer,
+        settings=BlockSettings(seed, vocabulary, declared, has_weights=report.loss_weight > 0),
+    )
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": RAW}
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
     read.zero_()

@@ -155,8 +155,11 @@ def _build_requests(task: Task, settings: Eval, tokenizer: PreTrainedTokenizerBa
     shots = own if own == 0 or settings.num_fewshot is None else settings.num_fewshot
     task.set_config(key="num_fewshot", value=shots or 0)
     task.set_fewshot_seed(seed=SEED)
-    limit = get_sample_size(task, settings.limit)
-    task.build_all_requests(limit=limit, apply_chat_template=chat, chat_template=render if chat else None)
+    task.build_all_requests(
+        limit=get_sample_size(task, settings.limit),
+        apply_chat_template=chat,
+        chat_template=render if chat else None,
+    )
 
 
 def _failure(error: Exception, tasks: str) -> UserError:
@@ -358,8 +361,9 @@ def language_model(
 
         def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
             options = self.chat_template_args
-            goes_on = not add_generation_prompt
-            return chat_text(self.tokenizer, chat_history, options, goes_on=goes_on, date=date)
+            return chat_text(
+                self.tokenizer, chat_history, options, goes_on=not add_generation_prompt, date=date
+            )
 
     precision = launch_settings.read().precision
     wrapped: Any = Limited(
@@ -605,9 +609,8 @@ def _difference(
     of = PERPLEXITIES.get(metric.partition(",")[0])
     groups = _groups(metric, base)
     if of:
-        weights = before[1]
         return paired_differences.difference(
-            before[0], after[0], higher_is_better=False, weights=weights, groups=groups, of=of
+            before[0], after[0], higher_is_better=False, weights=before[1], groups=groups, of=of
         )
     return paired_differences.difference(
         before[0], after[0], higher_is_better=higher_is_better, groups=groups

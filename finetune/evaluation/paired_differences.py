@@ -128,8 +128,11 @@ def _of_answers(sums: np.ndarray, sizes: np.ndarray) -> Estimate:
     widened = _of_ratio(
         np.append(sums, [typical, -typical]), np.append(sizes, [typical, typical]), skewed=False
     )
-    p = _sign_test(sums) if len(sums) >= MIN_ANSWERS else None
-    return widened._replace(low=max(widened.low, -1.0), high=min(widened.high, 1.0), p=p)
+    return widened._replace(
+        low=max(widened.low, -1.0),
+        high=min(widened.high, 1.0),
+        p=_sign_test(sums) if len(sums) >= MIN_ANSWERS else None,
+    )
 
 
 def _sign_test(sums: np.ndarray) -> float:

@@ -548,8 +548,9 @@ def _rendered(template: str, row: dict[str, Any]) -> Any:
         ValueError: the template is broken, uses undefined names, or exceeds the limits of time or memory.
     """
     whole = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", template, re.DOTALL)
-    way = "expression" if whole else "without nulls"
-    found = template_sandbox.render_row(whole[1] if whole else template, row, way=way)
+    found = template_sandbox.render_row(
+        whole[1] if whole else template, row, way="expression" if whole else "without nulls"
+    )
     if found.error:
         raise ValueError(found.error)
     return json.loads(found.text) if whole else found.text

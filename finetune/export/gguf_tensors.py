@@ -85,8 +85,9 @@ def _layout(name: str, config: ModelConfig, family: Family) -> Any:
     """Return what llama.cpp expects to be done to a tensor."""
     kind = re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)
     if family.permuted and kind:
-        heads = config.num_attention_heads if kind[1] == "q" else config.num_key_value_heads
-        return partial(in_pairs, heads=heads)
+        return partial(
+            in_pairs, heads=config.num_attention_heads if kind[1] == "q" else config.num_key_value_heads
+        )
     if family.norm_offset and name.endswith("norm.weight"):
         return partial(torch.add, other=torch.tensor(family.norm_offset))
     return None

@@ -141,8 +141,12 @@ def convert(adapter: Path, layers: int) -> tuple[dict[str, torch.Tensor], dict[s
             tensors[f"{half['module']}.lora_{half['half'].lower()}"] = source.tensor(name).T.contiguous()
     gguf_lora.refuse_tensors("mlx-lm", unknown)
     rank = int(config["r"])
-    scale = float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
-    lora = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(keys)}
+    lora = {
+        "rank": rank,
+        "scale": float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank),
+        "dropout": 0.0,
+        "keys": sorted(keys),
+    }
     return tensors, {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": lora}
 
 

@@ -544,8 +544,12 @@ def _own_type(state: Translation, own: dict[str, Any], columns: dict[str, str], 
 def _trained(state: Translation, entry: dict[str, Any], roles: dict[str, str], key: str) -> None:
     """Record which turns and which ends of turns of a source train."""
     if (given := entry.pop("roles_to_train", None)) is not None:
-        is_default = {roles.get(role, role) for role in given} == {"assistant"}
-        _default_or_not(state, f"{key}.roles_to_train", given, is_default=is_default)
+        _default_or_not(
+            state,
+            f"{key}.roles_to_train",
+            given,
+            is_default={roles.get(role, role) for role in given} == {"assistant"},
+        )
     for name in ("train_on_eos", "train_on_eot"):
         if (value := entry.pop(name, None)) is not None:
             _default_or_not(state, f"{key}.{name}", value, is_default=value == "turn")

@@ -156,8 +156,14 @@ def _by_format(
     if state.tool == "axolotl":
         kind = str(keys.get("datasets.0.type") or "").partition(":")[0].partition(".")[0]
         _refuse_other_labels(state)
-        ends = [entry.value for entry in state.entries if entry.key == "eot_tokens"]
-        return prompt_formats.of_axolotl(example, row, tokenizer, kind, on_prompt=on_all, ends=ends)
+        return prompt_formats.of_axolotl(
+            example,
+            row,
+            tokenizer,
+            kind,
+            on_prompt=on_all,
+            ends=[entry.value for entry in state.entries if entry.key == "eot_tokens"],
+        )
     template, last_turn = str(keys.get("template") or ""), recipe.data.train_on == "last_turn"
     return prompt_formats.of_llamafactory(example, tokenizer, template, on_prompt=on_all, last_turn=last_turn)
 

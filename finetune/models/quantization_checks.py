@@ -29,13 +29,12 @@ def add_quantized_weights_check(
     actual = f"{coded} of {len(linear)} linear layers, {formatting.size(model.get_memory_footprint())} in all"
     actual += f"; {len(linear) - coded} are not quantized" if coded < len(linear) else ""
     actual += experts(model)
-    ok = bool(coded) and not _missed(model, storage, stored=stored)
     checks.add(
         "model.quantization",
         expected=storage,
         actual=actual,
         how="the layers of the live model",
-        ok=ok,
+        ok=bool(coded) and not _missed(model, storage, stored=stored),
         code=Exit.ENVIRONMENT,
     )
 
@@ -71,11 +70,10 @@ def add_run_check(base: PreTrainedModel, checks: RunChecks, *, stored: bool = Fa
     actual += f"; {narrow} have sides not divisible by {FP8_MULTIPLE}" if narrow else ""
     actual += f"; {plain} are not fp8 in the checkpoint" if plain else ""
     actual += experts(base)
-    ok = bool(layers) and not _missed(base, "fp8", stored=stored)
     checks.add(
         "model.quantization",
         expected="fp8",
         actual=actual,
         how="fp8 layers of the live model, and bytes of their weights and scales",
-        ok=ok,
+        ok=bool(layers) and not _missed(base, "fp8", stored=stored),
     )

@@ -48,8 +48,7 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
         return {}
     if storage not in QUANTIZED:
         return {}
-    experts = bool(model_config.experts(config.get_text_config()))
-    quantized = _quantized(storage, compute, experts=experts)
+    quantized = _quantized(storage, compute, experts=bool(model_config.experts(config.get_text_config())))
     key = "modules_to_not_convert" if storage == "torchao_int8" else "llm_int8_skip_modules"
     setattr(quantized, key, direct_reads.kept_modules(config))
     return {"quantization_config": quantized}

@@ -146,8 +146,12 @@ def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[s
         rates["layer"] = layer(one)
     if cards > 1:
         rates["link"] = sums(cards)
-    shapes = f"hidden {one.hidden}, intermediate {one.intermediate}"
-    made = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shapes": shapes}
+    made = {
+        "device": name,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "shapes": f"hidden {one.hidden}, intermediate {one.intermediate}",
+    }
     with writing(path):
         text = verified_files.signed({"of": path.name, **made, **rates})
         safe_files.write_text(path.parent, path.name, text)

@@ -70,8 +70,9 @@ def make(
     smaller = sharding_cost.smaller(storage, recipe.adapter.type, fp8=fp8)
     reason = sharding_cost.reason(processes, sizes_gib, smaller, refused)
     reason = f"{fewer}; {reason}" if fewer else reason
-    launch = Choice(sharding_cost.config_name(made.by, storage), reason)
-    return replace(made, choices={"launch": launch, **made.choices})
+    return replace(
+        made, choices={"launch": Choice(sharding_cost.config_name(made.by, storage), reason), **made.choices}
+    )
 
 
 def _split(

@@ -210,8 +210,9 @@ def share(by: Sharding, processes: int, gathered: float, outside: float, paramet
         if by.half or keeps_layers(by)
         else gathered * (memory_estimate.GATHERED_LAYERS / WHOLE_LAYERS - 1)
     )
-    nccl = memory_estimate.nccl_gib(processes)
-    return Share(weights, states, by.half, gathered, outside, nccl=nccl, more=more)
+    return Share(
+        weights, states, by.half, gathered, outside, nccl=memory_estimate.nccl_gib(processes), more=more
+    )
 
 
 def keeps_layers(by: Sharding) -> bool:

@@ -167,8 +167,11 @@ def _patterns(adapter: Mapping[str, Any]) -> Found:
     for key, text, pattern in patterns(adapter):
         if not _SHORT.fullmatch(text):
             what = "this regular expression would take too long to compile"
-            expected = f"at most {_LONGEST:,} characters, only ASCII"
-            texts = {"found": text[:200], "expected": expected, "code": OPTION}
+            texts = {
+                "found": text[:200],
+                "expected": f"at most {_LONGEST:,} characters, only ASCII",
+                "code": OPTION,
+            }
             found.append((f"adapter.{key}", what, texts))
             continue
         try:
@@ -196,14 +199,22 @@ def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
     """Refuse `per_device_train_batch_size: auto` if the longest rows or the steps of a run are not known."""
     if train.get("dataloader_drop_last"):
         what = "this key excludes `per_device_train_batch_size: auto`"
-        why = "the size of the last batch of an epoch is not known before the search"
-        texts = {"found": "true", "fix": "dataloader_drop_last: false", "why": why, "code": "batch-size"}
+        texts = {
+            "found": "true",
+            "fix": "dataloader_drop_last: false",
+            "why": "the size of the last batch of an epoch is not known before the search",
+            "code": "batch-size",
+        }
         return [("train.dataloader_drop_last", what, texts)]
     if not data.get("streaming"):
         return []
     what, fix = "`auto` excludes `data.streaming: true`", "per_device_train_batch_size: null"
-    why = "`auto` tries the longest examples, and a stream does not know them in advance"
-    texts = {"found": "auto", "fix": fix, "why": why, "code": "batch-size"}
+    texts = {
+        "found": "auto",
+        "fix": fix,
+        "why": "`auto` tries the longest examples, and a stream does not know them in advance",
+        "code": "batch-size",
+    }
     return [("train.per_device_train_batch_size", what, texts)]
 
 
@@ -285,9 +296,12 @@ def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> Found:
     if lost:
         what = f"target_parameters names weights that the {base} base model quantizes"
         fix = f"remove {', '.join(lost)} from target_parameters, or set `model.quantization: none`"
-        why = "PEFT would add to quantized weights"
         found.append(
-            ("adapter.target_parameters", what, {"found": ", ".join(lost)[:200], "fix": fix, "why": why})
+            (
+                "adapter.target_parameters",
+                what,
+                {"found": ", ".join(lost)[:200], "fix": fix, "why": "PEFT would add to quantized weights"},
+            )
         )
     return found
 
@@ -335,8 +349,17 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object
         found.append((key, what, {**texts, "found": f"{init} with {name}", "fix": default}))
     if init == "loftq" and not (kind.storage or base in FOUR_BIT):
         what = "LoftQ needs a 4-bit base model"
-        why = "LoftQ corrects the error of 4-bit quantization"
-        found.append((key, what, {**texts, "fix": "adapter.type: qlora", "why": why}))
+        found.append(
+            (
+                key,
+                what,
+                {
+                    **texts,
+                    "fix": "adapter.type: qlora",
+                    "why": "LoftQ corrects the error of 4-bit quantization",
+                },
+            )
+        )
     if init == "eva" and adapter.get("rank_pattern"):
         what, why = "EVA excludes `rank_pattern`", "EVA chooses the rank of each layer itself"
         found.append(("adapter.rank_pattern", what, {"fix": "remove `rank_pattern`", "why": why}))
@@ -401,8 +424,7 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: obj
     both = ", ".join(dict.fromkeys([*map(str, saved), "embed_tokens", "lm_head"]))
     fixes = [] if kind.peft in PROMPTS else [f"adapter.modules_to_save: [{both}]"]
     fixes += ["adapter.type: lora"] if not (fixes and names & {*HEADS}) else []
-    fix = ", or ".join(fixes)
-    texts = {"found": as_yaml(added)[:200], "fix": fix}
+    texts = {"found": as_yaml(added)[:200], "fix": ", or ".join(fixes)}
     return [("model.add_tokens", f"{name} can't train the embeddings of new tokens", texts)]
 
 

@@ -61,9 +61,17 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
         plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "lora")
         key, value = ("adapter.type", str(kind)) if meant else ("model.quantization", base)
         what = "`speed.qat` excludes a quantized base model"
-        fix = f"type: {plain}" if meant else "quantization: auto"
-        why = "QAT rounds weights that are not quantized yet"
-        found.append((key, what, {"found": value, "fix": fix, "why": why}))
+        found.append(
+            (
+                key,
+                what,
+                {
+                    "found": value,
+                    "fix": f"type: {plain}" if meant else "quantization: auto",
+                    "why": "QAT rounds weights that are not quantized yet",
+                },
+            )
+        )
     elif kind in types and kind not in TYPES:
         what, why = (
             f"`speed.qat` does not support {kind}",

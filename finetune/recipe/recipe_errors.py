@@ -196,8 +196,14 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     if isinstance(best, str) and "/" not in best and best not in METRICS:
         what, expected = "unknown metric", "loss, exact_match, or task/metric such as arc_easy/acc"
         near = meant("eval.metric_for_best_model", best, METRICS)
-        fix = f"metric_for_best_model: {near}" if near else ""
-        problem("eval.metric_for_best_model", what, "eval-setting", found=best, expected=expected, fix=fix)
+        problem(
+            "eval.metric_for_best_model",
+            what,
+            "eval-setting",
+            found=best,
+            expected=expected,
+            fix=f"metric_for_best_model: {near}" if near else "",
+        )
     elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
         what, fix = "`eval.tasks` lacks the task of this metric", f"tasks: [{best.rpartition('/')[0]}]"
         problem("eval.metric_for_best_model", what, "eval-setting", found=best, fix=fix)

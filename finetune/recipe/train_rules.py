@@ -88,8 +88,12 @@ def _of_schedule(
         return
     for one in sorted(given.keys() - options, key=str):
         near, expected = nearest(str(one), options), ", ".join(sorted(options)) or "no options"
-        fix = f"rename it to `{near}`" if near else f"remove `{one}`"
-        texts = {"found": str(one), "expected": expected, "fix": fix, "code": "unknown-key"}
+        texts = {
+            "found": str(one),
+            "expected": expected,
+            "fix": f"rename it to `{near}`" if near else f"remove `{one}`",
+            "code": "unknown-key",
+        }
         yield f"{key}.{one}", f"the schedule {name} has no such option", texts
     missing = sorted(needed - GIVEN - given.keys())
     if missing:
@@ -117,8 +121,16 @@ def _of_rates(given: dict[str, Any], peak: object) -> Iterator[Found]:
             yield key, "a learning rate can't be negative", {**texts, "expected": "at least 0"}
         elif one in ENDS and isinstance(peak, int | float) and 0 < peak <= min(number, LARGEST):
             what, expected = "the last learning rate is not below the peak", f"less than {peak:g}"
-            why = "it is the rate to which the schedule falls from train.learning_rate"
-            yield key, what, {**texts, "expected": expected, "fix": f"{one}: {peak / 10:g}", "why": why}
+            yield (
+                key,
+                what,
+                {
+                    **texts,
+                    "expected": expected,
+                    "fix": f"{one}: {peak / 10:g}",
+                    "why": "it is the rate to which the schedule falls from train.learning_rate",
+                },
+            )
 
 
 def _is_finite(number: float) -> bool:
@@ -144,21 +156,34 @@ def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
         yield "train.train_sampling_strategy", what, texts
     if streamed and train.get("data_seed") is not None:
         what = "this key has no effect with `data.streaming: true`"
-        why = "`train.seed` is the seed that shuffles a stream"
-        texts = {"found": as_yaml(train["data_seed"]), "fix": "remove `data_seed`", "why": why}
+        texts = {
+            "found": as_yaml(train["data_seed"]),
+            "fix": "remove `data_seed`",
+            "why": "`train.seed` is the seed that shuffles a stream",
+        }
         yield "train.data_seed", what, texts
     if train.get("save_strategy") == "epoch" and train.get("save_steps") is not None:
         what = "this key has no effect with `save_strategy: epoch`"
-        why = "finetune then saves a checkpoint only at the end of each epoch"
-        texts = {"found": as_yaml(train["save_steps"]), "fix": "save_strategy: steps", "why": why}
+        texts = {
+            "found": as_yaml(train["save_steps"]),
+            "fix": "save_strategy: steps",
+            "why": "finetune then saves a checkpoint only at the end of each epoch",
+        }
         yield "train.save_steps", what, texts
 
 
 def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
     if optim.startswith("schedule_free"):
         what = "finetune does not support schedule-free optimizers"
-        why = "they train other weights than the averaged weights that must be saved"
-        yield "train.optim", what, {"found": optim, "fix": f"optim: {DEFAULT}", "why": why}
+        yield (
+            "train.optim",
+            what,
+            {
+                "found": optim,
+                "fix": f"optim: {DEFAULT}",
+                "why": "they train other weights than the averaged weights that must be saved",
+            },
+        )
     elif train.get("optim_args") and not _READS_ARGS.fullmatch(optim):
         what = f"{optim} ignores `optim_args`"
         fix = "remove `optim_args`, or use adam_beta1, adam_beta2, adam_epsilon and weight_decay of `train:`"
@@ -167,13 +192,20 @@ def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
         for name in (part.partition("=")[0].strip() for part in train["optim_args"].split(",")):
             if name not in _ARGS[optim]:
                 near, expected = nearest(name, _ARGS[optim]), ", ".join(sorted(_ARGS[optim]))
-                fix = f"optim_args: {train['optim_args'].replace(name, near)}" if near else ""
-                texts = {"found": name, "expected": expected, "fix": fix, "code": "value-choice"}
+                texts = {
+                    "found": name,
+                    "expected": expected,
+                    "fix": f"optim_args: {train['optim_args'].replace(name, near)}" if near else "",
+                    "code": "value-choice",
+                }
                 yield "train.optim_args", f"{optim} has no such option", texts
     if train.get("optim_target_modules") and not PROJECTS.fullmatch(optim):
         what, why = f"{optim} ignores `optim_target_modules`", "it does not project gradients"
-        fix = "remove `optim_target_modules`, or set `optim: galore_adamw`"
-        yield "train.optim_target_modules", what, {"fix": fix, "why": why}
+        yield (
+            "train.optim_target_modules",
+            what,
+            {"fix": "remove `optim_target_modules`, or set `optim: galore_adamw`", "why": why},
+        )
 
 
 DEFAULT = "adamw_torch_fused"

@@ -179,13 +179,12 @@ class Activations:
         """Add a run check of the tensors that were offloaded and copied back in the first step."""
         expected = len(self.layers) * micro_batches
         actual = f"{self.out} out, {self.back} back: {self.tensors} tensors, {formatting.size(self.bytes)}"
-        ok = self.out == self.back == expected
         checks.add(
             "speed.offload",
             expected=f"{expected} forward passes",
             actual=f"{actual}, {self.pinned} pinned",
             how=f"copies made in step 1: {len(self.layers)} layers x {micro_batches} micro-batches",
-            ok=ok,
+            ok=self.out == self.back == expected,
         )
 
 

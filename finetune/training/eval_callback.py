@@ -143,8 +143,9 @@ class Validate(TrainerCallback):
             task, _, metric = self.settings.metric_for_best_model.rpartition("/")
             settings = lm_eval_harness.of_task(self.settings, task)
             with torch.compiler.set_stance("force_eager"):
-                date = self.data.template_date
-                results = lm_eval_harness.run(model, self.tokenizer, settings, seeded=False, date=date)
+                results = lm_eval_harness.run(
+                    model, self.tokenizer, settings, seeded=False, date=self.data.template_date
+                )
             scores[f"eval_{self.settings.metric_for_best_model}"], self.higher = lm_eval_harness.one(
                 results, task, metric
             )
@@ -177,13 +178,12 @@ class Validate(TrainerCallback):
     def add_run_check(self, loss: float, checks: RunChecks) -> None:
         """Add a run check that the loss of the saved weights equals the best evaluation loss."""
         if self.weights:
-            ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
             checks.add(
                 "best weights saved",
                 expected=f"step {self.best_step}, validation loss {self.best_loss:.6f}",
                 actual=f"{loss:.6f}",
                 how="validation loss of the saved weights, reopened",
-                ok=ok,
+                ok=math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE),
             )
 
 

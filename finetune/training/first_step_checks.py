@@ -155,13 +155,12 @@ class FirstStep(TrainerCallback):
             rows = loaded * micro_batch * self.processes
         # A run may resume before the last step of an epoch, which has the remaining sequences.
         batch, ends_epoch = self.planned.batch, self.first > 1 and float(state.epoch or 0).is_integer()
-        ok = rows == batch or (ends_epoch and rows < batch)
         self.checks.add(
             "train.effective_batch_size",
             expected=batch,
             actual=rows,
             how=f"step {self.first}: {self.micro_batches} micro-batches x {self.processes} processes",
-            ok=ok,
+            ok=rows == batch or (ends_epoch and rows < batch),
         )
         self.checks.add(
             "steps planned",
@@ -207,8 +206,13 @@ class FirstStep(TrainerCallback):
         actual = f"{breaks} graph breaks, {graphs} graphs"
         actual += ", some layers in eager mode: over torch's recompile_limit" if over else ""
         self.compiled_graphs, how = graphs, "torch.compile's own count after the first step"
-        ok = not explicit or (not breaks and not over)
-        self.checks.add("speed.compile", "0 graph breaks", actual, how, ok=ok)
+        self.checks.add(
+            "speed.compile",
+            expected="0 graph breaks",
+            actual=actual,
+            how=how,
+            ok=not explicit or (not breaks and not over),
+        )
 
     def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
         """Return the number of fp8 GEMMs of a forward pass through the decoder, or 1 if it is not known."""

@@ -177,13 +177,12 @@ class PreparedModelChecks(TrainerCallback):
                 len(transformer_engine_layers.layers(kwargs["model"])),
                 transformer_engine_layers.rounded(kwargs["model"]),
             )
-            expected, ok = f"{layers} layers, forward and backward", actual == layers > 0
             self.checks.add(
                 "fp8 GEMMs",
-                expected=expected,
+                expected=f"{layers} layers, forward and backward",
                 actual=f"{actual} layers",
                 how=f"the layers' scaling factors after step {state.global_step}",
-                ok=ok,
+                ok=actual == layers > 0,
                 code=Exit.ENVIRONMENT,
             )
         if self.launch.sharded == "FSDP":
@@ -223,14 +222,13 @@ class PreparedModelChecks(TrainerCallback):
             f", {share:.1%} of the model's parameters, {len(parts)} tensors" if parts else ""
         )
         ok = str(stage) == zero_stage() and bool(parts) == (stage == 3) and share < 1.5 / processes
-        how, code = "the engine, and DeepSpeed's shards in this process", Exit.ENVIRONMENT
         self.checks.add(
             "sharded by DeepSpeed",
             expected=f"ZeRO-{zero_stage()}, {processes} processes",
             actual=actual,
-            how=how,
+            how="the engine, and DeepSpeed's shards in this process",
             ok=ok,
-            code=code,
+            code=Exit.ENVIRONMENT,
         )
 
     def _converted(self, model: nn.Module) -> None:

@@ -317,8 +317,11 @@ class Trainer(SFTTrainer):
 
     def totals(self) -> dict[str, Any]:
         """Return the sums since the last logged step. The tensors are not copies."""
-        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
-        return {"tokens": self._total_train_tokens, "metrics": metrics, "sums": dict(self.sums)}
+        return {
+            "tokens": self._total_train_tokens,
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "sums": dict(self.sums),
+        }
 
     def restore_totals(self, saved: dict[str, Any]) -> None:
         self._total_train_tokens = saved["tokens"]

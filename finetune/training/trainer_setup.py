@@ -57,8 +57,9 @@ def build(
         callbacks: callbacks of the caller.
     """
     recipe, setup, checks, adapted = run.recipe, run.setup, run.checks, inputs.adapted
-    compiled = plan.choices["speed.compile"].value == "on"
-    loss = lm_head_loss.HeadLoss(plan.choices["speed.loss"].value, compiled=compiled)
+    loss = lm_head_loss.HeadLoss(
+        plan.choices["speed.loss"].value, compiled=plan.choices["speed.compile"].value == "on"
+    )
     optimizer = optimizers.choose(inputs.arguments, adapted, recipe.adapter, recipe.speed)
     micro_batches = batch_setup.micro_batches(run, plan.batch, plan.choices)
     expected = first_step_checks.Planned(

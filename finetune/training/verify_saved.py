@@ -108,13 +108,12 @@ def add_moved_check(before: dict[str, str], adapted: torch.nn.Module, steps: int
     actual = ", ".join(f"{name} {moved[name]} of {totals[name]}" for name in sorted(totals))
     # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
     long = steps >= 4
-    ok = (all if long else any)(moved[name] for name in totals)
     checks.add(
         "trained weights changed",
         expected="some of each kind" if long else "some",
         actual=actual,
         how="hash of every trainable tensor, before and after",
-        ok=ok,
+        ok=(all if long else any)(moved[name] for name in totals),
     )
 
 
@@ -218,10 +217,9 @@ def check_reopened(live: Live, reopened: PreTrainedModel, folder: RunFolder, che
     pairs = zip(live.logits, scoring.logits(reopened, live.rows), strict=True)
     difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
     bound = live.bound
-    expected = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
     checks.add(
         "saved weights",
-        expected=expected,
+        expected="the live model's logits" + (f" within {bound:g}" if bound else " bit for bit"),
         actual=f"{difference:g}",
         how=f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows",
         ok=difference <= bound,

@@ -198,8 +198,12 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
 
 
 def show(screen: Console, found: dict[str, Any], place: Path) -> None:
-    wide = (measured_run.UNITS[found["rate"]], "MFU", "loss", "first step, s")
-    screen.table(f"ablation of {found['recipe']}", header(found), cells(found), wide=wide)
+    screen.table(
+        f"ablation of {found['recipe']}",
+        header(found),
+        cells(found),
+        wide=(measured_run.UNITS[found["rate"]], "MFU", "loss", "first step, s"),
+    )
     screen.table("status of each optimization", ("optimization", "status", "why"), reasons(found))
     screen.say(
         "", f"{headline(found)}.", f"wrote {place}/ablation.md, ablation.svg, ablation.html, best.yaml"

@@ -85,8 +85,10 @@ def judge(
     if optimization.gain == "memory":
         # The time lost must not exceed the memory saved
         helps = memory < 1 - less and 1 - ratio <= min(sure, 1 - memory)
-        why = f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}"
-        return found | {"verdict": "kept" if helps else "dropped", "why": why}
+        return found | {
+            "verdict": "kept" if helps else "dropped",
+            "why": f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}",
+        }
     if ratio > 1 + sure:
         return found | {"verdict": "kept", "why": said}
     stacked = found["against"][scale.rate] * (1 + sure)

@@ -305,8 +305,11 @@ def run_one(job: ComparedRun) -> str:
             ) from error
         return reason
     if PartialState().is_main_process:
-        seconds = time.monotonic() - started
-        mark = {"identity": job.identity, "seconds": seconds, "host_memory_before_gib": before}
+        mark = {
+            "identity": job.identity,
+            "seconds": time.monotonic() - started,
+            "host_memory_before_gib": before,
+        }
         job.folder.write(MARK, mark)
     PartialState().wait_for_everyone()
     return ""
@@ -430,5 +433,9 @@ def measure(
                 code="value-range",
             )
         )
-    steps = {kind: kept.get(kind) or int(share / each) for kind, each in seconds.items()}
-    return {"steps": steps, "step_seconds": seconds, "besides_seconds": besides, "failed": failed}
+    return {
+        "steps": {kind: kept.get(kind) or int(share / each) for kind, each in seconds.items()},
+        "step_seconds": seconds,
+        "besides_seconds": besides,
+        "failed": failed,
+    }

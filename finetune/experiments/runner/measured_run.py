@@ -261,8 +261,12 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     lines = [] if mark["failed"] else place.measured_steps()
     steady = lines[warm_up:]
     if not steady:
-        failed = mark["failed"] or "the run has no step after the warm-up"
-        return {"run": str(folder), "failed": failed, "date": mark["date"], "seconds": mark["seconds"]}
+        return {
+            "run": str(folder),
+            "failed": mark["failed"] or "the run has no step after the warm-up",
+            "date": mark["date"],
+            "seconds": mark["seconds"],
+        }
     middle = {
         key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
         for key in ("tokens_per_second", "step_seconds", "mfu")

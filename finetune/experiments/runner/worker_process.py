@@ -151,8 +151,11 @@ def run(
         reason = "" if math.isfinite(value) else f"{key} is {value}"
         return Ended("pruned" if reason else "complete", None if reason else value, reason, seconds, started)
     if not reason:
-        starved = (killed_for_memory() or 0) > (killed or 0)
-        state, reason = failure(code if code is not None else -signal.SIGKILL, log, starved=starved)
+        state, reason = failure(
+            code if code is not None else -signal.SIGKILL,
+            log,
+            starved=(killed_for_memory() or 0) > (killed or 0),
+        )
     with contextlib.suppress(OSError):
         safe_files.remove(folder, "checkpoints")  # the run will not be resumed
     return Ended(state, None, reason, seconds, started)

@@ -233,8 +233,12 @@ def _parameter_problems(
     if one.log and one.step is not None:
         problem("`step` and `log` exclude each other", "step", fix="remove `step:` or `log:`")
     if one.step is not None and (not ranged or (one.whole and not isinstance(one.step, int))):
-        expected = "an integer" if ranged else "`step` only with low and high"
-        problem("the step does not fit the values", "step", found=str(one.step), expected=expected)
+        problem(
+            "the step does not fit the values",
+            "step",
+            found=str(one.step),
+            expected="an integer" if ranged else "`step` only with low and high",
+        )
     elif fix := _unreached(one):
         problem(
             "the steps do not reach `high`",

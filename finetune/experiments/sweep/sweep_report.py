@@ -166,8 +166,11 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
     places, values = [row["number"] for row in rows], [row["value"] for row in rows]
     best = [row["number"] for row in rows].index(content["best"])
     so_far = [(min if less else max)(values[: index + 1]) for index in range(len(values))]
-    line = Curve("best so far", places, so_far)
-    found = {"history": plots.dots(places, values, "trial", name, best=best, line=line)}
+    found = {
+        "history": plots.dots(
+            places, values, "trial", name, best=best, line=Curve("best so far", places, so_far)
+        )
+    }
     if content["importances"]:
         bars = [plots.Bar(key, [share], [0.0]) for key, share in content["importances"].items()]
         found["importances"] = plots.bars(bars, ("importance",), "importance of the key (share)")
