@@ -9,20 +9,17 @@ MLP, as if these were experts. `resolve` sets both keys, so that PEFT has nothin
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from math import prod, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.adapters import target_modules, untrainable_layers
 from finetune.core import formatting
+from finetune.core.model_config import ModelConfig
 from finetune.kernels import kernel_limits
 from finetune.models import module_names
+from finetune.models.module_names import Names
 from finetune.recipe import upstream_options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from finetune.core.model_config import ModelConfig
-    from finetune.models.module_names import Names
 
 WITH_EXPERTS = target_modules.WITH_EXPERTS
 # Parameters of transformers 5, with the names that an expert's layers had in transformers 4. The first

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from finetune.adapters import expert_targets, untrainable_layers
 from finetune.core.errors import Problem
 from finetune.models import checkpoint_headers, module_names
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.models.module_names import Names
+from finetune.models.module_names import Names
 
 INIT_FROM = "adapter.init_from"
 MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"

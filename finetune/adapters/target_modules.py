@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from finetune.core import pattern_time
 from finetune.core.errors import Problem
 from finetune.models import module_names
+from finetune.models.module_names import Names
 from finetune.recipe import adapter_rules, adapter_types
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    from finetune.models.module_names import Names
 
 EVERYTHING = "all-linear"
 WITH_EXPERTS = "all-linear-and-experts"

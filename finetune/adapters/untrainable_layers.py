@@ -8,15 +8,10 @@ such layers with a note. A recipe that names one is refused.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from finetune.models import direct_reads
-from finetune.models.module_names import short
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from finetune.models.module_names import Names
+from finetune.models.module_names import Names, short
 
 # Mamba's kernels read the weights of these layers directly, so PEFT refuses adapters of these types on them
 # (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba).

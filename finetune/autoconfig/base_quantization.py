@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from finetune.autoconfig import mixed_precision
+from finetune.autoconfig.launch_settings import Launch
 from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.packages import install_extra, installed
 from finetune.core.run_checks import Choice
+from finetune.hardware.detection import Hardware
 from finetune.quantization import stored_weights
+from finetune.quantization.stored_weights import Stored
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_types import QUANTIZED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from finetune.autoconfig.launch_settings import Launch
-    from finetune.hardware.detection import Hardware
-    from finetune.quantization.stored_weights import Stored
-
 
 NO_FP8 = "this machine can't train on an fp8 base model"
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from finetune.autoconfig import mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.hardware import detection
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
+from finetune.hardware.detection import Hardware
 
 
 @dataclass(frozen=True)

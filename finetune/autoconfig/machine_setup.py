@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
+from finetune.autoconfig.attention_choice import Attends, RowLayout
+from finetune.autoconfig.launch_settings import Launch
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
 from finetune.hardware import detection
+from finetune.hardware.detection import Hardware
 from finetune.kernels import kernel_limits
+from finetune.quantization.stored_weights import Stored
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from finetune.autoconfig.attention_choice import Attends, RowLayout
-    from finetune.autoconfig.launch_settings import Launch
-    from finetune.hardware.detection import Hardware
-    from finetune.quantization.stored_weights import Stored
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ measurements.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from finetune.core import model_config
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
+from finetune.core.model_config import ModelConfig
 
 GIB = 2**30
 # Share of the free memory that training may fill. Fragmentation of the allocator takes the rest.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.packages import install_command, install_extra, installed
 from finetune.recipe import train_rules
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Speed, Train
+from finetune.recipe.schema import Speed, Train
 
 # Elements of a tensor from which bitsandbytes and torchao keep its state in 8 or 4 bits.
 SMALLEST = 4096

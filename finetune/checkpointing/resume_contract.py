@@ -8,18 +8,16 @@ import platform
 import shlex
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.autoconfig.compilation import GRAPHS
+from finetune.autoconfig.machine_setup import Setup
+from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml, shortened
 from finetune.distributed import launch_environment
+from finetune.recipe.schema import Speed
 from finetune.run_folder import run_folder
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-    from finetune.recipe.schema import Speed
 
 # Keys of a recipe and facts that may change in a resumed run. A name that ends with a dot is a prefix.
 MAY_CHANGE = (

@@ -9,12 +9,13 @@ import dataclasses
 import random
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import psutil
 import torch
 from accelerate import PartialState
+from torch import Tensor
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import checkpoints, serialization
@@ -22,9 +23,6 @@ from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import collectives, deepspeed_zero, launch_environment, sharded_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Parts that differ between processes. Under ZeRO, the optimizer does too.
 RANKS = ("rng", "epoch_rng", "log", "batches")

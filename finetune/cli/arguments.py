@@ -8,16 +8,14 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core.argument_types import MOST_GPUS
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Functions with another name than their command: `import` is a keyword, and `finetune.export` is a package.
 NAMES = {"import_recipe": "import", "export_model": "export"}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
 from finetune.autoconfig.attention_choice import RowLayout
 from finetune.core import run_checks
 from finetune.core.errors import UserError
+from finetune.hardware.detection import Hardware
 from finetune.models import architecture, fp8_support
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.autoconfig import data_loader, launch_settings, mixed_precision
 from finetune.autoconfig.batch_size import most_processes
@@ -10,14 +10,11 @@ from finetune.autoconfig.compilation import Work, choose_compile
 from finetune.cli import doctor_choices
 from finetune.core import run_checks
 from finetune.core.packages import install_extra, installed
+from finetune.hardware.detection import Hardware
 from finetune.quantization import qat
 from finetune.recipe import qat_rules
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED, find
-from finetune.recipe.schema import Data, Speed, Train
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Data, Recipe, Speed, Train
 
 
 class Optimization(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import distributions, requires
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -15,14 +15,11 @@ from finetune.core import formatting
 from finetune.core.console import Console
 from finetune.core.packages import install_extra, installed
 from finetune.hardware import detection
+from finetune.hardware.detection import Hardware
 from finetune.models import architecture
 from finetune.planning import measured_rates
-from finetune.recipe.schema import Train
+from finetune.recipe.schema import Recipe, Train
 from finetune.run_folder.run_folder import packages
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
 
 EXTRAS = {  # extra -> the import names of its packages
     "bnb": ("bitsandbytes",),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.checkpointing import resume
 from finetune.cli import arguments
@@ -13,11 +14,7 @@ from finetune.core.formatting import WARNING
 from finetune.data import preview
 from finetune.launch import launcher
 from finetune.planning import plan_report, planned_machine
-
-if TYPE_CHECKING:
-    import argparse
-
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[str, Any]:

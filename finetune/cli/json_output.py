@@ -11,15 +11,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.core.errors import Problem
 from finetune.core.privacy import masked, secrets
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.core.errors import Problem
 
 FORMAT_VERSION = 1
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core.errors import Problem, UserError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 MOST_GPUS = 1_000_000
 

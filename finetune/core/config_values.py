@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from finetune.core.errors import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 LAYERS, PARTS, WIDTH, VOCABULARY, POSITIONS = 1000, 2**14, 2**24, 2**26, 2**32
 MOST_KEYS = 25_000  # of an object such as id2label, which transformers copies often

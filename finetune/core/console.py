@@ -11,7 +11,9 @@ import contextlib
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,10 +24,6 @@ from finetune.core import progress, safe_files, terminal_tables, upstream_privat
 from finetune.core.formatting import duration, labelled
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
 from finetune.core.visible_text import continued, visible
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-    from pathlib import Path
 
 PLAIN_WIDTH = WIDE = 120
 PLAIN_LINES = 20  # approximate number of progress lines of a run without a terminal

@@ -19,18 +19,15 @@ import errno
 import os
 import re
 import traceback
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from finetune.core.privacy import masked, secrets
 from finetune.core.visible_text import visible
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _LABELLED = re.compile(r"  (found|expected|why|help): +(.*)")
 _CODED = re.compile(r"(.*) \[([a-z-]+)\]")

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import os
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
 
 from finetune.core.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MOST_ENTRIES = 20_000  # files and folders that one search looks at
 

@@ -5,16 +5,14 @@ A few aliases can expand to more values than memory has room for, and deep nesti
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
 
 from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError, first_line
 from finetune.core.strict_yaml import MAX_DEPTH, TWICE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import yaml
 
 LARGEST = 1_000_000  # characters and values, with each alias replaced by its value
 SHORTER = "keep only the training settings in the file"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from finetune.core.visible_text import visible, visible_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _ACTING = re.compile(r"([<`]|!(?=\[)|\](?=[(\[:]))")  # outside of code spans
 _SPAN = re.compile(r"`[^`]*`")

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-    # Transformers' own, or what `models/architecture.py` reads of a config.json without an import of torch
-    ModelConfig: TypeAlias = PreTrainedConfig | SimpleNamespace
+# Transformers' own, or what `models/architecture.py` reads of a config.json without an import of torch
+ModelConfig: TypeAlias = "PreTrainedConfig | SimpleNamespace"
 
 # Names of the number of experts per layer, and of the number of experts per token
 EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

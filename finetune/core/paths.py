@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.regular_files import check_regular, is_of_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 LFS_POINTER = b"version https://git-lfs"
 

@@ -9,10 +9,8 @@ import json
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 SECONDS = 0.2  # of the processor for all patterns, and for each match
 SECONDS_PER_MATCH = 1e-4

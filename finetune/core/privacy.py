@@ -17,17 +17,15 @@ import re
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import TracebackType
+from typing import NamedTuple
 from urllib.parse import quote
 
 from finetune.core.visible_text import continued, visible_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
 
 # A key does not begin in the middle of a word. It may begin after JSON's `\\n` or after `%3D` in a URL.
 _BEGIN = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"

@@ -6,13 +6,11 @@ transformers reads lists of modules to skip as regular expressions. `skipped` re
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from finetune.core.errors import Problem
 from finetune.core.pattern_time import Pattern
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
 SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules")

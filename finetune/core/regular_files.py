@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import stat
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.core import strict_json
 from finetune.core.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 2**20
 LARGEST = 16 * MIB  # bytes of a file that is read at once, such as a config

@@ -14,13 +14,11 @@ import secrets
 import shlex
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 
 from finetune.core.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LARGEST = 256 * 2**20  # bytes of a file that is read at once
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -12,12 +12,9 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from finetune.core.errors import Exit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Seconds in which a second signal counts as the first one. Launchers send a signal on to processes that have

@@ -6,18 +6,16 @@ keys, tags, anchors and aliases are errors, so a recipe can neither run code nor
 
 from __future__ import annotations
 
+import pathlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from finetune.core.errors import Problem, UserError, first_line
 from finetune.core.regular_files import check_regular
-
-if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Iterator
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 GAP = 2  # characters between two columns
 FOLDED = 30  # a longer word is a path or a recipe key, and may be folded

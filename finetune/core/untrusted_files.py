@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core import config_values, quantization_values, regular_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 DOWNLOAD_AGAIN = "download the model again (hf download MODEL --local-dir FOLDER), or use another model"
 SAVE_AGAIN = "save the adapter again: model.save_pretrained(FOLDER)"

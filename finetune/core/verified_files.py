@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.core import safe_files
 from finetune.core.errors import UserError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BLOCK = 2**22  # bytes that are hashed at a time
 

@@ -7,15 +7,12 @@ A folder may hold more of them: `consolidated.safetensors`, shards of an older s
 from __future__ import annotations
 
 import contextlib
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from finetune.core import regular_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"

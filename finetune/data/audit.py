@@ -5,24 +5,20 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.formatting import WARNING
+from finetune.data.encoding import Encoded, Encoder
 from finetune.data.example_errors import BadRows, row_of, shown
-from finetune.data.examples import short
+from finetune.data.examples import BadRow, Example, short
 from finetune.data.source_loading import MAX_SHOWN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from finetune.data.encoding import Encoded, Encoder
-    from finetune.data.examples import BadRow, Example
-    from finetune.recipe.schema import Data, Expect
+from finetune.recipe.schema import Data, Expect
 
 BINS = 24
 SAID = {  # kind of outcome -> its text after "N of M examples"

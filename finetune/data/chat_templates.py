@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core import regular_files
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data.messages import REASONING_KEYS
 from finetune.data.template_sandbox import BROKEN, ChatTemplate, render
 
-if TYPE_CHECKING:
-    import re
-
-    Tools = list[dict[str, Any]] | None
+Tools = list[dict[str, Any]] | None
 
 KEY = "data.chat_template"
 A_TOOL = {"name": "qzlook", "description": "qz", "parameters": {"type": "object", "properties": {}}}

@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from finetune.data.examples import BadRow, short
+from finetune.data.examples import BadRow, Example, Message, short
 from finetune.data.messages import REASONING_KEYS, THINKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.data.examples import Example, Message
 
 # Message number of a part that a template can place anywhere
 ANYWHERE = -1

@@ -15,18 +15,15 @@ import glob
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeAlias
 
 from finetune.core import regular_files, strict_json
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.folder_search import Search, match_paths
 from finetune.data.readers import READERS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 Splits: TypeAlias = "dict[str, list[Path]]"
 

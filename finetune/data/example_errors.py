@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from finetune.autoconfig import batch_size
 from finetune.core.errors import Problem, UserError
@@ -14,9 +13,7 @@ from finetune.data.examples import BadRow
 from finetune.data.first_rows import FirstRows
 from finetune.data.messages import ROLES
 from finetune.data.source_loading import MAX_SHOWN
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Data, Expect
+from finetune.recipe.schema import Data, Expect
 
 FIRST = 200  # rows of each source that can be checked in a moment
 MAX_NAMED = 12  # most frequent roles that an error names

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from finetune.data.examples import Row
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.data.examples import BadRow
+from finetune.data.examples import BadRow, Row
 
 CHARACTERS = 4 * 2**20  # limit of all texts in the rows together
 EACH = 4  # characters counted for a value that is no text

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from finetune.core.visible_text import visible
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 ASKED = ("prompt", "instruction", "question", "query", "input", "problem", "user", "human")
 ANSWERED = ("completion", "output", "answer", "response", "reply", "solution", "target", "assistant", "gpt")

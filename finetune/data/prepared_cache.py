@@ -23,9 +23,10 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core import safe_files, verified_files
 from finetune.core.errors import Problem, UserError
@@ -33,11 +34,7 @@ from finetune.core.paths import why_not_makeable
 from finetune.core.regular_files import is_of_kernel
 from finetune.core.verified_files import Damaged
 from finetune.data import source_loading
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from finetune.recipe.schema import Data, Model
+from finetune.recipe.schema import Data, Model
 
 MODEL_KEYS = {"name", "revision", "add_tokens"}  # keys of `model:` that determine the token ids
 POINTERS = "recipes"  # subfolder of the recipe files

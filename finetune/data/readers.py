@@ -9,10 +9,11 @@ import lzma
 import re
 import tarfile
 import zlib
+from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
@@ -20,9 +21,6 @@ from finetune.data import hints, read_limits
 from finetune.data.examples import BadRow, Row
 from finetune.data.json_values import DECODER, MOST_VALUES, checked_row, may_hold_surrogates, too_many_values
 from finetune.data.read_limits import DEFAULT, ArchiveStream, Limits, RecordLines, limited_lines
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 BOM = b"\xef\xbb\xbf"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")

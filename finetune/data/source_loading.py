@@ -6,10 +6,10 @@ import contextlib
 import os
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.folder_search import match_paths
@@ -17,17 +17,11 @@ from finetune.core.paths import can_be_path, local_path, similar_files
 from finetune.core.regular_files import check_regular
 from finetune.data import hints, hub_datasets, read_limits
 from finetune.data.dataset_folders import as_name, choose_files, count_files
-from finetune.data.examples import BadRow, Row
+from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
-from finetune.data.readers import READERS, count_rows, read_file
+from finetune.data.readers import READERS, Rows, count_rows, read_file
 from finetune.hub import client
 from finetune.recipe.schema import Data, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from finetune.data.examples import Example
-    from finetune.data.readers import Rows
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")

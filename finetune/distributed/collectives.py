@@ -11,7 +11,9 @@ import platform
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch.distributed
@@ -21,10 +23,6 @@ from accelerate.utils import broadcast_object_list
 from finetune.core import safe_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # Share of the timeout after which a process prints its stack.
 NEARLY = 0.9

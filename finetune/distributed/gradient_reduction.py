@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.core import upstream_private
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from finetune.core.run_checks import RunChecks
+from finetune.core.run_checks import RunChecks
 
 
 def ours(model: nn.Module) -> bool:

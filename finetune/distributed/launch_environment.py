@@ -11,15 +11,12 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import recorded_variables
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 
 # The meaning of `mixed_precision: fp8` without an fp8_config.
 FROZEN = "frozen base"

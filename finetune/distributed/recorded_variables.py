@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from finetune.core.privacy import masked_setting
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _SETTING = re.compile(r"[\w.,:+ -]{0,500}")  # a switch, a number or class names
 # Variables in which Accelerate passes on its config. Variables with similar names may hold secrets.

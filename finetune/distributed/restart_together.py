@@ -13,18 +13,15 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch.distributed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 POLL_SECONDS = 0.2
 # Time until all processes must know of the request. After it, the run ends without a restart.

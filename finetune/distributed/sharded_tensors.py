@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from finetune.distributed import launch_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
 
 
 def used() -> bool:

@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from finetune.core import progress
 from finetune.core.console import Console as Screen
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.visible_text import visible, visible_lines
 from finetune.data import encoding
+from finetune.data.encoding import Encoder
 from finetune.data.examples import Example
 from finetune.evaluation import reopen, scoring
 from finetune.models import token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.data.encoding import Encoder
 
 MAX_NEW_TOKENS = 512
 SHOWN = {"base": "base", "tuned": "fine-tuned"}  # name of a model -> shown name

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.evaluation import results, validation_set
+from finetune.recipe.schema import Recipe
 from finetune.run_folder import comparability
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
-
+from finetune.run_folder.run_folder import RunFolder
 
 # For other examples than the run's validation set, or for another base model
 OTHER = "eval.other.json"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.evaluation import gpu_room, reopen
+from finetune.hardware.detection import Hardware
 from finetune.launch.launcher import LaunchChoice
 from finetune.run_folder import run_folder
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.run_folder.run_folder import RunFolder
 
 
 def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> LaunchChoice:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import memory_estimate
+from finetune.autoconfig.machine_setup import Setup
 from finetune.models import architecture
 from finetune.recipe.schema import Model
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
 
 
 def too_large(section: Model, setup: Setup) -> bool:

@@ -6,12 +6,10 @@ transformers requires, has a timeout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from finetune.core.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SECONDS = 2.0
 

@@ -10,8 +10,10 @@ that are installed with lm-eval. But a file that a recipe names can come from an
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,10 +24,6 @@ from finetune.data import template_sandbox
 from finetune.data.example_errors import FIRST
 from finetune.evaluation import limited_patterns, task_data, task_keys
 from finetune.recipe import recipe_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # Keys that `sandboxed` renders instead of lm-eval
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")

@@ -15,13 +15,11 @@ Other metrics are ratios of sums, such as nats per token. They get two tests, an
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import bdtr, stdtr, stdtrit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
 
 LEVEL = 0.05
 POWER = 0.8

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import PartialState
 
+from finetune.data.examples import Example
+from finetune.data.preparation import HeldOut
 from finetune.evaluation import lm_eval_harness, paired_differences, tasks, verdicts
+from finetune.evaluation.scoring import Score
 from finetune.hub import client
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.data.examples import Example
-    from finetune.data.preparation import HeldOut
-    from finetune.evaluation.scoring import Score
-    from finetune.recipe.schema import Eval
+from finetune.recipe.schema import Eval
 
 GENERAL = verdicts.GENERAL
 WORST = 20

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
 from finetune.core.paths import can_be_path, local_path, similar_files
 from finetune.data import dataset_folders, hub_datasets
-from finetune.data.examples import BadRow
+from finetune.data.examples import BadRow, Row
 from finetune.data.readers import READERS, read_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from finetune.data.examples import Row
 
 LOADERS = {  # dataset_path -> suffixes of its files
     "json": (".json", ".jsonl"),

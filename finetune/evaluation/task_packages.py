@@ -9,16 +9,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import requires
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from finetune.core.errors import Problem
 from finetune.core.packages import install_command, installed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 _FUNCTION = re.compile(r"!function\s+([\w.]+)\.\w+")
 _INCLUDE = re.compile(r"^include:\s*['\"]?([\w./-]+)", re.MULTILINE)

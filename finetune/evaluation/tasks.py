@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -32,12 +33,7 @@ from finetune.data.encoding import without_thinking
 from finetune.data.examples import BadRow
 from finetune.evaluation import limited_patterns, lm_eval_tasks, task_packages, verdicts
 from finetune.recipe import recipe_errors
-from finetune.recipe.schema import Section, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from finetune.recipe.schema import Eval
+from finetune.recipe.schema import Eval, Section, Source
 
 SUFFIXES = (".yaml", ".yml")
 # For lm-eval's files: the names of a task, group or tag, the separators of names, and comments

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune.core import safe_files, standard_streams
+from finetune.core.console import Console
 from finetune.core.errors import UserError
 from finetune.core.paths import local_path
 from finetune.core.privacy import masked
@@ -14,11 +14,8 @@ from finetune.core.visible_text import visible
 from finetune.export import publishing, staged_files
 from finetune.hub import client
 from finetune.preflight import checker
+from finetune.recipe.schema import Publish
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from finetune.core.console import Console
-    from finetune.recipe.schema import Publish
 
 
 def check(section: Publish, model: str) -> list[str]:

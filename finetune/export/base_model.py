@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -15,9 +15,7 @@ from finetune.core.paths import local_path
 from finetune.core.weight_files import find_weight_files
 from finetune.hub import client
 from finetune.models import checkpoint_headers
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Model, Publish
+from finetune.recipe.schema import Model, Publish
 
 KEY = "model.name"
 LICENSES = {  # start of a LICENSE file (a regular expression) -> the Hub's name of the license

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.core import shipped_files, untrusted_files
 from finetune.core.errors import Problem, UserError
@@ -13,14 +14,9 @@ from finetune.evaluation import reopen
 from finetune.hub import client
 from finetune.models import model_files, tokenizer_setup
 from finetune.recipe import loader
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model, Recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.recipe.schema import Recipe
 
 MOST_ADDED = 1000  # tokens that an adapter's tokenizer has in addition to those of its base model
 FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -7,12 +7,13 @@ import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from finetune.core import packages, safe_files
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.model_config import ModelConfig
 from finetune.core.paths import writing
 from finetune.export import (
     gguf_families,
@@ -23,12 +24,9 @@ from finetune.export import (
     gguf_tokenizer,
     serving_check,
 )
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
-    from finetune.export.export_job import ExportJob
-    from finetune.export.gguf_families import GgufTensor
-    from finetune.export.gguf_file import Checkpoint
+from finetune.export.export_job import ExportJob
+from finetune.export.gguf_families import GgufTensor
+from finetune.export.gguf_file import Checkpoint
 
 K_QUANTS = {"q2_k": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 """What llama.cpp's own program quantizes: the name, and the number in `general.file_type`."""

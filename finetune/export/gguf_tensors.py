@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.model_config import ModelConfig
 from finetune.export import gguf_families
 from finetune.export.gguf_families import Family, GgufTensor, in_pairs, rope_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from finetune.core.model_config import ModelConfig
 
 EXPERT = re.compile(r"(?P<layer>.*\.)experts\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 FUSED = re.compile(r"(?P<layer>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")

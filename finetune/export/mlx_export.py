@@ -6,22 +6,18 @@ import json
 import re
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save
 
 from finetune.core import safe_files
 from finetune.core.errors import Problem, UserError
+from finetune.core.model_config import ModelConfig
 from finetune.core.paths import writing
 from finetune.export import folder_export, gguf_file, gguf_lora, mlx_reader, serving_check
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from finetune.core.model_config import ModelConfig
-    from finetune.export.export_job import ExportJob
+from finetune.export.export_job import ExportJob
 
 KINDS = ("bf16", "f32")
 KEY = re.compile(r"model\.layers\.\d+\.(?P<key>[\w.]+)")

@@ -5,21 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from finetune.core import packages
 from finetune.data.chat_texts import render_chat
+from finetune.data.encoding import Encoded
+from finetune.data.examples import Example
 from finetune.data.loss_mask import IGNORED
 from finetune.export import serving_check
 from finetune.export.serving_check import AnswerToken, Reader
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.data.encoding import Encoded
-    from finetune.data.examples import Example
 
 PACKAGE = "mlx_lm"
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -19,15 +20,11 @@ from finetune.core.paths import DATA_SUFFIXES
 from finetune.core.visible_text import visible
 from finetune.evaluation import verdicts
 from finetune.export import vllm_rules
+from finetune.export.base_model import Base
 from finetune.recipe import adapter_types
+from finetune.recipe.schema import Recipe
 from finetune.reporting import exports
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from finetune.export.base_model import Base
-    from finetune.recipe.schema import Recipe
 
 # Values that --max-lora-rank accepts
 # The number of a repeated file name, from `published_text.numbered`

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.chat_texts import render_chat
 from finetune.export import gguf_export
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.export.export_job import ExportJob
+from finetune.export.export_job import ExportJob
 
 KINDS = gguf_export.KINDS
 check = gguf_export.check

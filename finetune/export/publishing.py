@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core import progress
 from finetune.core.command_lines import command
@@ -20,13 +21,9 @@ from finetune.core.run_checks import RunChecks
 from finetune.export import base_model, model_card, published_text, staged_files
 from finetune.hub import client
 from finetune.preflight import checker, publish_target
+from finetune.recipe.schema import Publish, Recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.recipe.schema import Publish, Recipe
 
 
 def run(

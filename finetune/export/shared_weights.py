@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.core.errors import Problem, UserError
 from finetune.models import checkpoint_headers, model_files, module_lists, module_names
 from finetune.quantization import stored_weights
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.run_folder import RunFolder
 
 
 def check(folder: RunFolder, recipe: Recipe) -> None:

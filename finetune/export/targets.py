@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.export import compressed_export, gguf_export, mlx_export, ollama_export, vllm_export
-
-if TYPE_CHECKING:
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.run_folder.run_folder import RunFolder
 
 MODULES: dict[str, Any] = {
     "gguf": gguf_export,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.core import weight_files
 from finetune.core.errors import Problem, UserError
 from finetune.export import folder_export, vllm_rules
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.export.export_job import ExportJob
+from finetune.export.export_job import ExportJob
 
 KINDS = ("bf16", "f32")
 ADDRESS = "http://localhost:8000/v1"

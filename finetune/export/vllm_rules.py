@@ -7,10 +7,8 @@ The rules are those of vLLM's files `vllm/lora/peft_helper.py` (features), `vllm
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from typing import Any
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank`."""

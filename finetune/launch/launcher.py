@@ -7,14 +7,16 @@ launcher forwards signals and waits, so that a run can save and exit with 75.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shlex
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -25,16 +27,10 @@ from finetune.core.command_lines import program
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import ACCELERATE
-from finetune.hardware.detection import detect
+from finetune.hardware.detection import Hardware, detect
 from finetune.launch import accelerate_config
 from finetune.recipe.recipe_errors import choices
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Train
+from finetune.recipe.schema import Train
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOPPED = "FINETUNE_LAUNCH_STOPPED"  # set for processes that restart after a signal

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
 from finetune.core import model_config, packages, regular_files, untrusted_files
@@ -29,9 +29,7 @@ from finetune.kernels.kernel_limits import (
 from finetune.models import checkpoint_headers, direct_reads, module_lists
 from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

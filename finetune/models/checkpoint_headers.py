@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
-from typing import IO, TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.core.weight_files import DOWNLOAD, find_weight_files
 from finetune.quantization import four_bit_state, stored_tensors, stored_weights
 from finetune.quantization.four_bit_state import StoredTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-    from pathlib import Path
 
 MOST_DIMENSIONS = 16
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100

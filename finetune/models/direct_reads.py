@@ -7,16 +7,13 @@ as if they were numbers.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from finetune.core import packages
+from finetune.core.model_config import ModelConfig
 from finetune.models import module_lists
+from finetune.models.module_names import Names
 from finetune.quantization import stored_weights
 from finetune.recipe import upstream_options
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
-    from finetune.models.module_names import Names
 
 
 def by_kernels(names: Names) -> dict[str, str]:

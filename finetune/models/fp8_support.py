@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.core import model_config
+from finetune.core.model_config import ModelConfig
 from finetune.models import model_files
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules
-from finetune.recipe.schema import Model
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
-    from finetune.recipe.schema import Recipe
-
+from finetune.recipe.schema import Model, Recipe
 
 FP8_WIDTH = 2048  # smallest hidden size for which `model.quantization: auto` uses fp8
 

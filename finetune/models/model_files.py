@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core import untrusted_files
 from finetune.core.errors import Exit, Problem, UserError, first_line, stage
@@ -12,11 +13,7 @@ from finetune.core.weight_files import check_weight_files
 from finetune.hub import client
 from finetune.models import checkpoint_headers
 from finetune.quantization import stored_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

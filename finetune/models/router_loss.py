@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core import model_config
 from finetune.core.errors import Problem, UserError
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
+from finetune.core.model_config import ModelConfig
 
 COEFFICIENT = "router_aux_loss_coef"  # a key of the model's config and of `train:`
 SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)

@@ -8,10 +8,9 @@ model on the meta device. Transformers then refuses a wrong value as it does in 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
+from finetune.core.model_config import ModelConfig
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("float32", "float16", "bfloat16")

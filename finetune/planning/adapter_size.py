@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.adapters import expert_targets, target_modules
 from finetune.autoconfig.compilation import MAX_RANK
 from finetune.kernels import kernel_limits
 from finetune.models import module_names
+from finetune.models.architecture import Architecture
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from finetune.models.architecture import Architecture
-    from finetune.recipe.schema import Adapter, Model
+from finetune.recipe.schema import Adapter, Model
 
 # Rank assumed for adapter types whose parameters are not counted: their `r` has another meaning.
 RANK = 16

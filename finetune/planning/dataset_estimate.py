@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from finetune.autoconfig.batch_size import count_steps
+from finetune.autoconfig.batch_size import Batch, count_steps
 from finetune.core import regular_files, untrusted_files
 from finetune.core.errors import UserError
 from finetune.core.verified_files import Damaged
@@ -20,13 +21,7 @@ from finetune.data.readers import count_rows, read_file
 from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.models import tokenizer_limits
 from finetune.models.model_files import file_on_disk, tokenizer_files
-from finetune.recipe.schema import Data
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.recipe.schema import Model, Train
+from finetune.recipe.schema import Data, Model, Train
 
 
 class DataEstimate(NamedTuple):

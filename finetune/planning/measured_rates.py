@@ -10,23 +10,19 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.autoconfig import memory_estimate
+from finetune.autoconfig.memory_estimate import Widths
 from finetune.core import safe_files, verified_files
 from finetune.core.paths import writing
 from finetune.core.verified_files import Damaged
 from finetune.hardware import gpus
 from finetune.models import architecture
 from finetune.planning import measured_rates
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from finetune.autoconfig.memory_estimate import Widths
-    from finetune.recipe.schema import Recipe
-
+from finetune.recipe.schema import Recipe
 
 SECONDS = {"cuda": 3.0, "cpu": 0.25}  # per measurement
 TOKENS = {"cuda": 8192, "cpu": 256}

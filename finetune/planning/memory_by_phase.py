@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from finetune.autoconfig import memory_estimate, optimizer_choice
 from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, GIB, LARGEST_BATCH, Keeps
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
 from finetune.models import architecture
+from finetune.models.architecture import Architecture
+from finetune.planning.planned_run import PlannedRun
+from finetune.planning.sharding_cost import Share
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED
-
-if TYPE_CHECKING:
-    from finetune.models.architecture import Architecture
-    from finetune.planning.planned_run import PlannedRun
-    from finetune.planning.sharding_cost import Share
-    from finetune.recipe.schema import Eval
+from finetune.recipe.schema import Eval
 
 # GPU memory of the CUDA context.
 CONTEXT_GIB = 0.6

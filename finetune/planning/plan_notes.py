@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.adapters import expert_targets
 from finetune.autoconfig import memory_estimate, optimizer_choice
 from finetune.autoconfig.batch_size import few_steps, short_of_peak
 from finetune.planning import dataset_estimate, step_time
+from finetune.planning.planned_run import PlannedRun
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from finetune.planning.planned_run import PlannedRun
-    from finetune.recipe.schema import Data, Eval
+from finetune.recipe.schema import Data, Eval
 
 IN_A_HOST = 8  # largest number of GPUs that NVLink connects in one host
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from finetune.core import progress
+from finetune.core.console import Console
 from finetune.core.formatting import WARNING, amount, duration, figure
 from finetune.data import template_sandbox
 from finetune.hardware import gpus
+from finetune.hardware.detection import Hardware
 from finetune.planning import measured_rates, plan_notes, planned_machine, planner, suggestions
+from finetune.planning.plan import Plan
+from finetune.planning.suggestions import Change
 from finetune.preflight import model_checks
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.core.console import Console
-    from finetune.hardware.detection import Hardware
-    from finetune.planning.plan import Plan
-    from finetune.planning.suggestions import Change
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 LABELS = {"quantization": "base model weights", "fused": "fused adapters"}  # name of a choice -> shown name
 KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "CUDA graphs")

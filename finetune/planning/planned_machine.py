@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from finetune.autoconfig import memory_estimate
 from finetune.core.errors import Problem, UserError
@@ -12,11 +13,7 @@ from finetune.hardware import detection, gpus
 from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config, launcher
 from finetune.planning import sharding_cost
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.planning.sharding_cost import Sharding
+from finetune.planning.sharding_cost import Sharding
 
 
 class PlanRequest(NamedTuple):

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
 from finetune.autoconfig.batch_size import Batch, split_batch
 from finetune.core.run_checks import Choice
+from finetune.hardware.detection import Hardware
 from finetune.models import architecture, fp8_support
+from finetune.models.architecture import Architecture
 from finetune.planning import adapter_size, dataset_estimate, sharding_cost
+from finetune.planning.adapter_size import Adapted
+from finetune.planning.dataset_estimate import DataEstimate
+from finetune.planning.sharding_cost import Sharding
 from finetune.preflight import model_checks
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.models.architecture import Architecture
-    from finetune.planning.adapter_size import Adapted
-    from finetune.planning.dataset_estimate import DataEstimate
-    from finetune.planning.sharding_cost import Sharding
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
 from finetune.autoconfig.compilation import Work
 from finetune.autoconfig.decisions import ModelSpec
 from finetune.distributed import launch_environment
 from finetune.models import architecture
 from finetune.planning import step_time
+from finetune.planning.planned_run import PlannedRun
+from finetune.planning.sharding_cost import Share
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from finetune.planning.planned_run import PlannedRun
-    from finetune.planning.sharding_cost import Share
 
 
 def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:

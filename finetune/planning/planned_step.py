@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import memory_estimate
 from finetune.autoconfig.decisions import decide, decide_fused
 from finetune.core.run_checks import Choice
@@ -21,9 +19,7 @@ from finetune.planning.plan import Plan
 from finetune.planning.planned_run import PlannedRun
 from finetune.planning.sharding_cost import Sharding
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def plan_step(

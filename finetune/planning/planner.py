@@ -8,7 +8,6 @@ The plan calls the same functions of `autoconfig` as a run, so that both make th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.batch_size import MARGIN, most_processes, sizes
@@ -24,12 +23,10 @@ from finetune.planning import (
     refusals,
     sharding_cost,
 )
+from finetune.planning.plan import Plan
 from finetune.planning.sharding_cost import DDP, FSDP2, ONE, Sharding
 from finetune.preflight import choice_checks
-
-if TYPE_CHECKING:
-    from finetune.planning.plan import Plan
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def make_for(recipe: Recipe, gpu: str | None, gpus: int | None) -> Plan:

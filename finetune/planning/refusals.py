@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import launch_settings, machine_setup, optimizer_choice
 from finetune.core.errors import UserError
 from finetune.core.run_checks import Choice
@@ -13,9 +11,7 @@ from finetune.models import architecture
 from finetune.planning import sharding_cost
 from finetune.planning.sharding_cost import Sharding
 from finetune.preflight import adapter_names, launch_conflicts, model_checks
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> None:

@@ -8,7 +8,8 @@ and values in every pass.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from finetune.autoconfig import memory_estimate
 from finetune.autoconfig.launch_settings import Launch
@@ -18,9 +19,6 @@ from finetune.distributed import launch_environment
 from finetune.launch import accelerate_config
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_types import FOUR_BIT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Quantized weights that FSDP2 shards with an accelerate config of their own.
 CODED = ("fp8", "nf4", "fp4")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from finetune.core.errors import UserError
 from finetune.planning import dataset_estimate, plan_notes, planner
-from finetune.planning.plan import COMPILE_SECONDS
+from finetune.planning.plan import COMPILE_SECONDS, Plan
+from finetune.planning.sharding_cost import Sharding
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.planning.plan import Plan
-    from finetune.planning.sharding_cost import Sharding
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 SHOWN = 3
 FASTER = 1.02  # factor by which a suggestion must raise the tokens/s of the whole run

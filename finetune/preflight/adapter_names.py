@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.adapters import continue_from, expert_targets, name_problems
 from finetune.core.errors import Problem
+from finetune.core.model_config import ModelConfig
 from finetune.distributed import launch_environment
 from finetune.kernels import kernel_limits
 from finetune.models import module_names, tokenizer_setup
+from finetune.models.module_names import Names
 from finetune.recipe import adapter_rules, adapter_types
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
-    from finetune.models.module_names import Names
-    from finetune.recipe.schema import Recipe
-
+from finetune.recipe.schema import Recipe
 
 ONLY_LINEAR = ("fp8", "torchao_int8")  # bitsandbytes stores GPT-2's Conv1D layers too
 

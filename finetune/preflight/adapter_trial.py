@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.models import module_lists, tokenizer_setup
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.recipe.schema import Model, Recipe
+from finetune.recipe.schema import Model, Recipe
 
 # Types and options that `name_problems` and the schema check in full
 _CHECKED_TYPES = frozenset({"lora", "adalora", "ia3", "ln_tuning", "prompt_tuning", "p_tuning"})

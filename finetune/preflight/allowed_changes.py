@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import base_quantization, compilation, optimizer_choice
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core.errors import UserError
 from finetune.preflight import launch_conflicts
 from finetune.recipe import adapter_rules
-from finetune.recipe.schema import Model, Speed
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Model, Recipe, Speed
 
 
 def allows(recipe: Recipe, setup: Setup, change: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.adapters import continue_from, expert_targets, target_modules
 from finetune.autoconfig import (
@@ -17,6 +18,7 @@ from finetune.autoconfig import (
 )
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.model_config import ModelConfig
 from finetune.core.paths import on_the_hub
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.distributed import launch_environment
@@ -44,14 +46,9 @@ from finetune.quantization import four_bit_state, qat, stored_weights
 from finetune.quantization.stored_tensors import PACKED
 from finetune.recipe import adapter_types, upstream_options
 from finetune.recipe.renames import meant
+from finetune.recipe.schema import Model, Publish, Recipe
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from finetune.core.model_config import ModelConfig
-    from finetune.recipe.schema import Model, Publish, Recipe
 
 IA3_RATE = 1e-2  # learning rate at which IA3's factors change by more than the rounding of bf16
 MOST_TRACKERS = 100

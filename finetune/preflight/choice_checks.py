@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from finetune.autoconfig import (
     attention_choice,
     machine_setup,
     packing_support,
 )
+from finetune.autoconfig.machine_setup import Setup
 from finetune.hardware import detection
 from finetune.models import fp8_support, model_class, model_files
 from finetune.preflight import launch_conflicts, machine_checks, model_checks
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def setup_of(recipe: Recipe) -> Setup:

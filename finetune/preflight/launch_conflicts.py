@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from finetune.autoconfig import attention_choice, batch_size, launch_settings
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml
+from finetune.core.model_config import ModelConfig
 from finetune.core.packages import install_extra, installed
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import (
@@ -28,16 +29,11 @@ from finetune.distributed.launch_environment import (
     splitter,
     zero_stage,
 )
+from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config
 from finetune.models import model_files
 from finetune.recipe import adapter_rules, adapter_types, qat_rules
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.core.model_config import ModelConfig
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Adapter, Data, Model, Recipe, Speed, Train
+from finetune.recipe.schema import Adapter, Data, Model, Recipe, Speed, Train
 
 # The values of fp8_config that work with TransformerEngine. Accelerate drops its own default, `most_recent`,
 # and TE then uses `max`. TE has no arguments for the other options.

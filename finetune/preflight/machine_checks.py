@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import (
     compilation,
     data_loader,
@@ -11,11 +9,9 @@ from finetune.autoconfig import (
     mixed_precision,
     optimizer_choice,
 )
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.model_config import ModelConfig
-    from finetune.recipe.schema import Recipe
+from finetune.autoconfig.machine_setup import Setup
+from finetune.core.model_config import ModelConfig
+from finetune.recipe.schema import Recipe
 
 
 def check(recipe: Recipe, config: ModelConfig, setup: Setup) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import base_quantization
 from finetune.core.errors import Exit, UserError
+from finetune.core.model_config import ModelConfig
 from finetune.models import architecture, model_class, model_files
 from finetune.quantization import stored_weights
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
-    from finetune.quantization.stored_weights import Stored
-    from finetune.recipe.schema import Recipe
+from finetune.quantization.stored_weights import Stored
+from finetune.recipe.schema import Recipe
 
 
 def check_model(recipe: Recipe) -> None:

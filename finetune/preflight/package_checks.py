@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from finetune.autoconfig import attention_choice, base_quantization, optimizer_choice
 from finetune.core import packages
 from finetune.core.errors import Problem
 from finetune.recipe import adapter_types, qat_rules
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 ADAPTERS = {"adamss": ("sklearn", "scikit-learn")}  # PEFT's type -> module and package that PEFT imports
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.recipe.schema import Publish
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Publish, Recipe
 
 RESOLVED = "recipe.resolved.yaml"
 

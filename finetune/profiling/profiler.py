@@ -17,8 +17,9 @@ import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console
@@ -28,15 +29,10 @@ from finetune.launch import launcher
 from finetune.planning import planner
 from finetune.preflight import checker
 from finetune.profiling import recommendations, roofline, trace_analysis
+from finetune.profiling.trace_analysis import Ran
 from finetune.profiling.traced_step import STEPS, Trace, Traced
 from finetune.recipe import adapter_types, loader
 from finetune.training import pipeline
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.profiling.trace_analysis import Ran
-
 
 SHOWN = {  # kind of operation -> its name in the table
     "products": "GEMMs",

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
 from finetune.autoconfig import memory_estimate
 from finetune.hardware import gpus
+from finetune.hardware.detection import Hardware
 from finetune.models import architecture
 from finetune.planning import adapter_size, measured_rates, step_time
 from finetune.profiling import trace_analysis, traced_step
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.profiling.trace_analysis import Ran
-    from finetune.profiling.traced_step import Trace
-    from finetune.recipe.schema import Recipe
+from finetune.profiling.trace_analysis import Ran
+from finetune.profiling.traced_step import Trace
+from finetune.recipe.schema import Recipe
 
 
 def roofline(

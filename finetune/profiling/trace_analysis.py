@@ -12,11 +12,9 @@ import re
 import statistics
 from bisect import bisect_right
 from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 COPIES = "to the CPU and back"
 # Kinds by names of kernels and operations. The first match counts.

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.core import progress, upstream_private
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
 
 WARM = 2  # steps before the timed ones
 

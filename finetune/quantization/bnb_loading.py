@@ -7,20 +7,17 @@ So memory never holds all of them in 16 bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import BitsAndBytesConfig
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from finetune.quantization import stacked_experts
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import PreTrainedModel
 
 FOUR_BIT, EIGHT_BIT = "finetune_bnb_4bit", "finetune_bnb_8bit"
 

@@ -7,11 +7,9 @@ bitsandbytes trust these sizes: with other sizes they would read memory outside 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from math import ceil, isfinite, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 STATE = ".quant_state.bitsandbytes__"
 DTYPES = ("bfloat16", "float16", "float32")

@@ -11,16 +11,14 @@ float32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from finetune.core import upstream_private
 from finetune.kernels.kernel_limits import FP8_CAPABILITY, FP8_MULTIPLE
 from finetune.kernels.ops import E4M3, quantize_rows, transpose
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def product(

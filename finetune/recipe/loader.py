@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,9 +23,6 @@ from finetune.core.folder_search import match_paths
 from finetune.recipe import adapter_keys, adapter_types, build, command_line_overrides, recipe_errors, renames
 from finetune.recipe.renames import meant
 from finetune.recipe.schema import Origin, Recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def load(

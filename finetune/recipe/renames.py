@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from finetune.core.errors import nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _NO_SUCH_CHECKPOINTS = "remove it: finetune always saves complete checkpoints, once"
 _PRECISION = "remove it, and set `mixed_precision` in the accelerate config"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from finetune.core.errors import Problem, nearest
 from finetune.core.formatting import as_yaml
 from finetune.recipe import upstream_options
 from finetune.recipe.schema import Train
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 Found = tuple[str, str, dict[str, str]]  # key, message, the other fields of the problem
 SCHEDULED = {"lr_scheduler_type", "lr_scheduler_kwargs"}

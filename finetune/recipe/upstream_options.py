@@ -11,16 +11,14 @@ import inspect
 import itertools
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Optional, Union
+from typing import Any, Literal, NamedTuple, Optional, Union
 
 from finetune.core import packages
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SFT_CONFIG = (  # base classes first, so that a subclass's default wins
     ("transformers", "training_args.py", "TrainingArguments"),

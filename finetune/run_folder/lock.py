@@ -11,16 +11,14 @@ import re
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from finetune.core import safe_files, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import listed
 from finetune.core.paths import can_be_path, free_name, why_not_makeable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LOCK = ".lock"
 HELD = (errno.EAGAIN, errno.EACCES)  # errors of a lock that another process holds

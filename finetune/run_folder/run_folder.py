@@ -13,11 +13,12 @@ import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel
@@ -31,12 +32,7 @@ from finetune.core.visible_text import visible
 from finetune.hub import client
 from finetune.recipe import renames
 from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Source, Train
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe, Source, Train
 
 FORMAT_VERSION = 2  # the format of run folders, stored in environment.json; without it, the format is 1
 EVALUATED = "eval.json"

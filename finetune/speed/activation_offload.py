@@ -10,21 +10,17 @@ same time as the layers.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from finetune.core import formatting, upstream_private
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor, nn
-
-    from finetune.core.run_checks import RunChecks
+from finetune.core.run_checks import RunChecks
 
 LEAVING = 1  # passes whose copies may still run in the forward pass; their tensors still use GPU memory
 SMALL = 8  # tensors smaller than 1/8 of a layer's input stay, such as adapter outputs and attention's sums

@@ -10,30 +10,26 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.autoconfig import compilation, memory_estimate
+from finetune.autoconfig.compilation import Work
 from finetune.autoconfig.decisions import Decisions, ModelSpec, decide, decide_fused, none_fused
 from finetune.core import model_config, upstream_private
-from finetune.core.run_checks import Choice
+from finetune.core.run_checks import Choice, RunChecks
 from finetune.distributed import collectives
+from finetune.hardware.detection import Hardware
 from finetune.models import module_names
+from finetune.recipe.schema import Speed
 from finetune.speed import router_balance
 from finetune.speed.activation_offload import Activations
 from finetune.speed.live_model_spec import decoder_layers, fused_mlps, live_model_spec
 from finetune.speed.lm_head_loss import base_model_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from finetune.autoconfig.compilation import Work
-    from finetune.core.run_checks import RunChecks
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Speed
 
 
 def apply(model: nn.Module, speed: Speed, work: Work, hardware: Hardware, checks: RunChecks) -> Decisions:

@@ -15,20 +15,17 @@ count the labels, and computes tokens without a label. `torch.nn.functional.line
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import ModelOutput
 
 from finetune.autoconfig.memory_estimate import CHUNK_BYTES, chunk_rows, logit_bytes
 from finetune.core import upstream_private
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 triton_loss: Any = None
 if torch.cuda.is_available():

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
+from torch import Tensor, nn
 
 # Largest relative difference by dtype, and for dtypes with fewer bits.
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}

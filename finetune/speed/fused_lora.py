@@ -15,20 +15,17 @@ saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.adalora import AdaLoraLayer
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import dora_norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Stored = Sequence[torch.Tensor]  # a frozen weight in its storage format
 

@@ -7,16 +7,13 @@ A batch without weights stays as it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from finetune.data.loss_mask import IGNORED, WEIGHTS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 
 def collated(collate: Callable[..., dict[str, Any]], rows: list[Any]) -> dict[str, Any]:

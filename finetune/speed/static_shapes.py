@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sized
+from typing import Any
 
 import torch
 
 from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import launch_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sized
 
 
 def one_shape(rows: int, documents: Iterable[Sized], length: int) -> tuple[int, int, int]:

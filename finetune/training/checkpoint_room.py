@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from finetune.adapters import trainable_parameters
 from finetune.autoconfig import optimizer_choice
+from finetune.autoconfig.launch_settings import Launch
 from finetune.checkpointing import checkpoints, training_state
 from finetune.distributed import collectives, sharded_tensors
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from finetune.autoconfig.launch_settings import Launch
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def check_space(

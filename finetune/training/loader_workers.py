@@ -9,18 +9,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any
 
 import psutil
 
 from finetune.core import signals, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.sharedctypes import Synchronized
 
 TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/data/dataloader.py)
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core.command_lines import command
 from finetune.core.console import Console
 from finetune.core.errors import Stopped, UserError
@@ -13,11 +14,6 @@ from finetune.core.visible_text import visible
 from finetune.reporting import html_report
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training.auto_correction import StartAgain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.autoconfig.machine_setup import Setup
 
 
 @contextlib.contextmanager

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from trl.trainer.sft_config import SFTConfig
 
 from finetune.autoconfig import batch_size
+from finetune.autoconfig.batch_size import Batch
 from finetune.checkpointing import resume, resume_contract
+from finetune.checkpointing.checkpoints import VerifiedCheckpoint
+from finetune.data.preparation import Prepared
 from finetune.evaluation import lm_eval_harness, tasks
 from finetune.preflight import choice_checks, token_checks
+from finetune.recipe.schema import Recipe, Train
 from finetune.training import load_data, optimizers, resume_facts, stopping, training_arguments
-
-if TYPE_CHECKING:
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-    from finetune.data.preparation import Prepared
-    from finetune.recipe.schema import Recipe, Train
 
 
 class PlannedStart(NamedTuple):

@@ -5,26 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from transformers import TrainerCallback
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.autoconfig import batch_size, optimizer_choice
 from finetune.checkpointing import serialization
+from finetune.checkpointing.checkpoints import Writer
 from finetune.core import signals
 from finetune.core.errors import Exit, Problem, Stopped, UserError
+from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, deepspeed_zero, launch_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.optim import Optimizer
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from finetune.checkpointing.checkpoints import Writer
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Train
-    from finetune.training.stop_condition import Until
+from finetune.recipe.schema import Train
+from finetune.training.stop_condition import Until
 
 MINUTES = 10  # between checkpoints, if the recipe does not set it
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.adapters import adalora, trainable_parameters
+from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import deepspeed_zero, gradient_reduction
 from finetune.models import fingerprint
+from finetune.recipe.schema import Adapter
 from finetune.training import expert_use, launch_checks, optimizers, stopping, verify_saved
-
-if TYPE_CHECKING:
-    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-    from finetune.recipe.schema import Adapter
-    from finetune.training.trainer import Trainer
+from finetune.training.trainer import Trainer
 
 
 def train(

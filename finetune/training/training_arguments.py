@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from trl.trainer.sft_config import SFTConfig
 
 from finetune.autoconfig import data_loader
 from finetune.autoconfig.batch_size import Batch
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core import upstream_private
 from finetune.core.errors import UserError
 from finetune.distributed import launch_environment
 from finetune.kernels import kernel_limits
 from finetune.recipe import train_rules, upstream_options
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Data, Train
+from finetune.recipe.schema import Data, Train
 
 
 def with_floats(train_keys: dict[str, Any]) -> dict[str, Any]:

@@ -22,24 +22,21 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.core import progress, safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, in_one_line
 from finetune.experiments.ablation import ablation_report, optimizations, verdict
-from finetune.experiments.ablation.optimizations import Variant
+from finetune.experiments.ablation.optimizations import AblationFile, Optimization, Variant
 from finetune.experiments.runner import kept_runs, measured_run, varied_keys
 from finetune.experiments.runner.varied_keys import values_of
 from finetune.hardware import detection
+from finetune.hardware.detection import Hardware
 from finetune.launch import launcher
 from finetune.preflight import checker
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from finetune.experiments.ablation.optimizations import AblationFile, Optimization
-    from finetune.hardware.detection import Hardware
 
 BUSY = 0.05  # relative noise of wall-clock speed above which the CPU counts as shared
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import formatting, html_pages, safe_files, shipped_files
 from finetune.core.command_lines import command
+from finetune.core.console import Console
 from finetune.core.markdown import code, plain, table
 from finetune.core.visible_text import visible
 from finetune.experiments.ablation.verdict import described_cost
 from finetune.experiments.runner import kept_runs, measured_run
+from finetune.hardware.detection import Hardware
+from finetune.recipe.schema import Recipe
 from finetune.reporting import plots
-
-if TYPE_CHECKING:
-    from finetune.core.console import Console
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
 
 PAGE = Path(__file__).with_name("ablation.html.jinja")
 LAUNCH = "launch.yaml"  # next to best.yaml

@@ -25,7 +25,7 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -44,11 +44,9 @@ from finetune.hardware import detection
 from finetune.preflight import checker
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import pipeline
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
 
 # Steps of the short run that times a type, and the number of last steps that count
 PILOT_STEPS, PILOT_TIMED = 8, 5

@@ -8,19 +8,16 @@ import itertools
 import json
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from finetune.core import safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.experiments.runner import varied_keys
+from finetune.recipe.schema import Recipe
 from finetune.run_folder import run_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.run_folder.run_folder import RunFolder
 
 TAIL = 8_192  # bytes at the end of metrics.jsonl, which hold several lines
 EPOCHS = 3.0  # the default of train.num_train_epochs

@@ -17,10 +17,12 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.core import safe_files, signals
+from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.core.formatting import shortened
 from finetune.core.paths import writing
@@ -29,13 +31,8 @@ from finetune.experiments.runner import kept_runs, varied_keys, worker_process
 from finetune.hub import client
 from finetune.recipe.adapter_types import in_few_steps
 from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Adapter, Data, Model, Train
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from finetune.core.console import Console
-    from finetune.recipe.schema import Adapter, Data, Model, Train
 
 MARK = "ablate.json"
 # With at least this many cores, a process that imports libraries does not slow down a measured run

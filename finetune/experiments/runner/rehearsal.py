@@ -18,20 +18,18 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from finetune.checkpointing import checkpoints
 from finetune.core import command_lines, formatting, progress
+from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import kept_runs, verify_resume
 from finetune.preflight import choice_checks
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from finetune.core.console import Console
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 GIB = 2**30
 EVERY = 0.2  # seconds between two measurements of a phase

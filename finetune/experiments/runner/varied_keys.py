@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from finetune.core import strict_yaml
 from finetune.core.errors import Problem, nearest
 from finetune.recipe import build, recipe_errors
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import flow
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from finetune.recipe.schema import Recipe
 
 SAME_ROWS = "finetune compares the runs by the same metric on the same validation set"
 FIXED = {  # keys and sections that all compared runs share, in ablations and sweeps

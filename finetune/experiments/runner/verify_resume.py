@@ -14,23 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from finetune.autoconfig.batch_size import most_processes, split_batch
 from finetune.checkpointing import checkpoints
 from finetune.core import command_lines, progress, safe_files
+from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import kept_runs
 from finetune.hardware import detection
 from finetune.preflight import choice_checks
 from finetune.recipe import adapter_types
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from finetune.core.console import Console
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 HALF = 3  # steps before and after the stop
 LOGGED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens")  # everything except times

@@ -14,17 +14,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.core import progress, safe_files, signals, upstream_private
 from finetune.core.errors import Exit
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
 
 POLL = 0.1  # seconds
 # Seconds between the first SIGTERM, the second SIGTERM (exit now), and SIGKILL

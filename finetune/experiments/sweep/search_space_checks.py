@@ -5,24 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.experiments.runner.varied_keys import text_of
-from finetune.experiments.sweep.search_space import TYPE, has_key, multiplied, overrides, own_value, parse
+from finetune.experiments.sweep.search_space import (
+    TYPE,
+    Space,
+    has_key,
+    multiplied,
+    overrides,
+    own_value,
+    parse,
+)
+from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import build, loader
+from finetune.recipe.schema import Recipe
 from finetune.training import load_data
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from finetune.experiments.sweep.search_space import Space
-    from finetune.experiments.sweep.sweep_request import SweepRequest
-    from finetune.recipe.schema import Recipe
 
 
 class Looked(NamedTuple):

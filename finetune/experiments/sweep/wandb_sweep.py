@@ -5,17 +5,14 @@ https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from finetune.core.visible_text import visible
 from finetune.experiments.runner.varied_keys import text_of
-from finetune.experiments.sweep.search_space import IN_TRIALS, TYPE, every, grid, multiplied
-
-if TYPE_CHECKING:
-    from finetune.experiments.sweep.search_space import Parameter, Space
-    from finetune.recipe.schema import Recipe
+from finetune.experiments.sweep.search_space import IN_TRIALS, TYPE, Parameter, Space, every, grid, multiplied
+from finetune.recipe.schema import Recipe
 
 
 def sweep(
