@@ -739,11 +739,6 @@ def check(model: PreTrainedModel, adapter: Adapter, known: Names) -> None:
     parts = list(model.named_modules())
     for name in options.get("modules_to_save") or ():
         storages = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
-        found = coded([name], storages.pop(), adapter.type if kind.storage else "") if storages else []
-        refused += [conflict(what, key, **texts) for key, what, texts in found]
+        refused += coded([name], storages.pop(), adapter.type if kind.storage else "") if storages else []
     if refused:
         raise UserError(*refused)
-
-
-def conflict(what: str, key: str, code: str = "recipe-conflict", **texts: str) -> Problem:
-    return Problem(what, key, code=code, **texts)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import expert_targets, name_problems, target_modules, trainable_parameters
+from finetune.adapters import expert_targets, target_modules, trainable_parameters
 from finetune.core.errors import UserError
 from finetune.models import module_names
 from finetune.recipe import adapter_types
@@ -93,7 +93,7 @@ def _train_rows(config: ModelConfig, known: module_names.Names, added: Sequence[
     """
     tied, embedding, head = known.tied, module_names.short(known.embedding), module_names.short(known.head)
     if found := rows_beside(vars(config), tied, bool(added), embedding, head):
-        raise UserError(*(name_problems.conflict(what, key, **texts) for key, what, texts in found))
+        raise UserError(*found)
     saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has no such key
     if not added or embedding in map(module_names.short, saved):
         return

@@ -140,8 +140,11 @@ def parser() -> tuple[command_parser.CommandParser, dict[str, command_parser.Com
     common = command_parser.CommandParser(add_help=False)
     common.add_argument("--quiet", action="store_true", help="print only errors")
     common.add_argument("--debug", action="store_true", help="print tracebacks of errors")
-    text = "print one JSON object on standard output, and all other text on standard error"
-    common.add_argument("--json", action="store_true", help=text)
+    common.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object on standard output, and all other text on standard error",
+    )
     top = command_parser.CommandParser(
         prog="finetune",
         usage="finetune COMMAND [...]",

@@ -126,5 +126,4 @@ def check_trainable_token_rows(recipe: Recipe, names: Names) -> list[Problem]:
     """Return the problems of training rows of an embedding that another option trains as a whole."""
     ends = module_names.short(names.embedding), module_names.short(names.head)
     given = recipe.adapter.options(), names.tied, bool(recipe.model.add_tokens), *ends
-    found = adapter_rules.rows_beside(*given)
-    return [Problem(what, key, **{"code": "recipe-conflict", **texts}) for key, what, texts in found]
+    return adapter_rules.rows_beside(*given)

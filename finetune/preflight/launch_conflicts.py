@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from finetune.autoconfig import attention_choice, batch_size, launch_settings
 from finetune.core.errors import Exit, Problem, UserError
@@ -622,10 +623,9 @@ def check_launch(recipe: Recipe) -> None:
     """
     by, key = launch_environment.sharded(), "train.per_device_train_batch_size"
     if by and recipe.train.per_device_train_batch_size == "auto":
-        what = f"{by} of the {CONFIG} does not work with a search for the batch size"
         raise UserError(
             Problem(
-                what,
+                f"{by} of the {CONFIG} does not work with a search for the batch size",
                 key,
                 found="auto",
                 why=f"the search runs before {by} shards the weights",
@@ -637,14 +637,12 @@ def check_launch(recipe: Recipe) -> None:
     if problems := deepspeed_values(recipe.train, processes):
         raise UserError(*problems)
     if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:
-        what = "vLLM does not work in a launch of several processes"
-        why, key = f"each of the {processes} processes would start its own vLLM", "eval.engine"
         raise UserError(
             Problem(
-                what,
-                key,
+                "vLLM does not work in a launch of several processes",
+                "eval.engine",
                 found="vllm",
-                why=why,
+                why=f"each of the {processes} processes would start its own vLLM",
                 fix="set `eval.engine: hf`, or run `finetune evaluate RUN eval.engine=vllm` after training",
                 code="launch-config",
             )
@@ -661,8 +659,16 @@ def check_launch(recipe: Recipe) -> None:
     by = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base model: "
     found = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]
     if found:
-        coded = ((key, what, {"code": "launch-config", **texts}) for key, what, texts in found)
-        raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in coded))
+        raise UserError(
+            *(
+                replace(
+                    one,
+                    what=by + one.what,
+                    code="launch-config" if one.code == "recipe-conflict" else one.code,
+                )
+                for one in found
+            )
+        )
 
 
 def check_window(config: ModelConfig) -> None:

@@ -10,6 +10,7 @@ This module does not import torch, because `finetune check` calls the same funct
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core import pattern_time, quantization_values
@@ -250,17 +251,22 @@ def _of_options(stored: Stored, recipe: Recipe) -> list[Problem]:
     }
     problems = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]
     if raw["adapter"].get("init_lora_weights") == "loftq":
-        what = "LoftQ needs the weights before quantization"
-        problems.append(("adapter.init_lora_weights", what, {"found": "loftq"}))
+        problems.append(
+            Problem(
+                "LoftQ needs the weights before quantization",
+                "adapter.init_lora_weights",
+                found="loftq",
+                code="recipe-conflict",
+            )
+        )
     by = f"the checkpoint is stored in {stored}: "
     return [
-        Problem(
-            by + what,
-            key,
-            found=texts.get("found", ""),
+        replace(
+            one,
+            what=by + one.what,
+            expected="",
             fix=WHOLE,
-            why=texts.get("why", ""),
-            code=texts.get("code", "quantization"),
+            code="quantization" if one.code == "recipe-conflict" else one.code,
         )
-        for key, what, texts in problems
+        for one in problems
     ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.errors import Problem
 from finetune.core.formatting import as_yaml
 from finetune.core.pattern_time import Pattern
 from finetune.recipe.adapter_types import (
     CONFIGURED_INITS,
     FAST_ON_FP8,
     FOUR_BIT,
-    NO_RANK_STEPS,
     PREPARED_INITS,
     QUANTIZED,
     REBASING_INITS,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from finetune.recipe.adapter_types import AdapterType
     from finetune.recipe.schema import Adapter, Eval, Speed
 
-    Found = list[tuple[str, str, dict[str, str]]]  # dotted key, message, the other fields of the problem
 
 OPTION, SPEED = "adapter-option", "speed-option"  # codes of problems
 OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be offloaded to the CPU
@@ -70,7 +69,7 @@ HEAD_STAYS = "the new tokens would train in the embeddings but not in the output
 PROMPTS = ("prompt_tuning", "p_tuning")
 
 
-def conflicts(raw: Mapping[str, Any]) -> Found:
+def conflicts(raw: Mapping[str, Any]) -> list[Problem]:
     """Return the conflicts of a recipe as it was read. Values may have any type."""
     sections = {name: raw.get(name) for name in ("adapter", "speed", "data", "model", "train")}
     adapter, speed, data, model, train = (s if isinstance(s, dict) else {} for s in sections.values())
@@ -86,17 +85,31 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base, quantized)
     for key, why in UNSERVED.get(kind.peft, {}).items():
         if adapter.get(key) is not None and adapter[key] is not False:
-            texts = {"found": as_yaml(adapter[key]), "fix": f"remove `{key}`", "why": why, "code": OPTION}
-            found.append((f"adapter.{key}", f"finetune does not support this option of {name}", texts))
+            found.append(
+                Problem(
+                    f"finetune does not support this option of {name}",
+                    f"adapter.{key}",
+                    found=as_yaml(adapter[key]),
+                    fix=f"remove `{key}`",
+                    why=why,
+                    code=OPTION,
+                )
+            )
     if kind.peft:
         found += _patterns(adapter)
         found += _init(str(name), kind, adapter, quantization, bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
         found += _other_files(adapter, model.get("name"))
     if kind.sets.get("use_dora") and adapter.get("lora_bias"):
-        what, fix = "PEFT's DoRA does not support `lora_bias`", "remove `lora_bias`, or set `type: lora`"
-        texts = {"found": as_yaml(adapter["lora_bias"]), "fix": fix, "code": OPTION}
-        found.append(("adapter.lora_bias", what, texts))
+        found.append(
+            Problem(
+                "PEFT's DoRA does not support `lora_bias`",
+                "adapter.lora_bias",
+                found=as_yaml(adapter["lora_bias"]),
+                fix="remove `lora_bias`, or set `type: lora`",
+                code=OPTION,
+            )
+        )
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
     found += _offload(kind, adapter, speed, train)
@@ -104,37 +117,71 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _searched(data, train)
     flat = [key for key in ("packing", "padding_free") if data.get(key)]
     if kind.prompt and flat:
-        what, fix = f"{name} does not support this key", ", ".join(f"data.{key}: false" for key in flat)
-        why = f"{name} adds its vectors before every example, but one sequence holds several examples"
-        found.append((f"data.{flat[0]}", what, {"found": "true", "fix": fix, "why": why}))
+        found.append(
+            Problem(
+                f"{name} does not support this key",
+                f"data.{flat[0]}",
+                found="true",
+                fix=", ".join(f"data.{key}: false" for key in flat),
+                why=f"{name} adds its vectors before every example, but one sequence holds several examples",
+                code="recipe-conflict",
+            )
+        )
     smoothing = train.get("label_smoothing_factor")
     if kind.peft in PROMPTS and smoothing:  # its vectors have logits but no labels
-        what, why = f"{name} does not support label smoothing", f"the vectors of {name} have no labels"
-        texts = {"found": as_yaml(smoothing), "fix": "label_smoothing_factor: 0", "why": why}
-        found.append(("train.label_smoothing_factor", what, texts))
+        found.append(
+            Problem(
+                f"{name} does not support label smoothing",
+                "train.label_smoothing_factor",
+                found=as_yaml(smoothing),
+                fix="label_smoothing_factor: 0",
+                why=f"the vectors of {name} have no labels",
+                code="recipe-conflict",
+            )
+        )
     return found
 
 
-def _other_files(adapter: Mapping[str, Any], model: object) -> Found:
+def _other_files(adapter: Mapping[str, Any], model: object) -> list[Problem]:
     """Refuse names in a recipe that would make PEFT open a pickle or another tokenizer."""
-    found = []
+    found: list[Problem] = []
     for key in ("corda_config", "lora_ga_config"):
         options = adapter.get(key)
         for file in ("cache_file", "covariance_file"):
             if isinstance(options, dict) and options.get(file) is not None:
-                texts = {"found": as_yaml(options[file]), "fix": f"remove `{file}`", "code": "unsafe-file"}
-                texts |= {"why": "a pickle can run code when PEFT opens it"}
-                found.append((f"adapter.{key}.{file}", "finetune opens no pickle", texts))
+                found.append(
+                    Problem(
+                        "finetune opens no pickle",
+                        f"adapter.{key}.{file}",
+                        found=as_yaml(options[file]),
+                        fix=f"remove `{file}`",
+                        why="a pickle can run code when PEFT opens it",
+                        code="unsafe-file",
+                    )
+                )
     if adapter.get("tokenizer_kwargs"):
-        texts = {"found": as_yaml(adapter["tokenizer_kwargs"]), "fix": "remove `tokenizer_kwargs`"}
-        what = "finetune ignores this key, because it loads the tokenizer without options"
-        found.append(("adapter.tokenizer_kwargs", what, {**texts, "code": OPTION}))
+        found.append(
+            Problem(
+                "finetune ignores this key, because it loads the tokenizer without options",
+                "adapter.tokenizer_kwargs",
+                found=as_yaml(adapter["tokenizer_kwargs"]),
+                fix="remove `tokenizer_kwargs`",
+                code=OPTION,
+            )
+        )
     named = adapter.get("tokenizer_name_or_path")
     here = str(model).removeprefix("./")
     if named is not None and str(named).removeprefix("./") != here and not here.endswith(f"/{named}"):
-        texts = {"found": as_yaml(named), "expected": str(model), "fix": f"tokenizer_name_or_path: {model}"}
-        what = "this tokenizer is not the model's tokenizer"
-        found.append(("adapter.tokenizer_name_or_path", what, {**texts, "code": OPTION}))
+        found.append(
+            Problem(
+                "this tokenizer is not the model's tokenizer",
+                "adapter.tokenizer_name_or_path",
+                found=as_yaml(named),
+                expected=str(model),
+                fix=f"tokenizer_name_or_path: {model}",
+                code=OPTION,
+            )
+        )
     return found
 
 
@@ -155,24 +202,33 @@ def patterns(adapter: Mapping[str, Any]) -> list[tuple[str, str, Pattern]]:
     return found
 
 
-def _patterns(adapter: Mapping[str, Any]) -> Found:
+def _patterns(adapter: Mapping[str, Any]) -> list[Problem]:
     """Refuse options that PEFT reads as regular expressions if they are invalid or slow to compile."""
-    found: Found = []
+    found: list[Problem] = []
     for key, most in _MOST.items():
         if isinstance(adapter.get(key), list | dict) and len(adapter[key]) > most:
-            texts = {"found": f"{len(adapter[key]):,}", "expected": f"at most {most:,}"}
-            found.append((f"adapter.{key}", "this key has too many entries", {**texts, "code": OPTION}))
+            found.append(
+                Problem(
+                    "this key has too many entries",
+                    f"adapter.{key}",
+                    found=f"{len(adapter[key]):,}",
+                    expected=f"at most {most:,}",
+                    code=OPTION,
+                )
+            )
     if found:
         return found
     for key, text, pattern in patterns(adapter):
         if not _SHORT.fullmatch(text):
-            what = "this regular expression would take too long to compile"
-            texts = {
-                "found": text[:200],
-                "expected": f"at most {_LONGEST:,} characters, only ASCII",
-                "code": OPTION,
-            }
-            found.append((f"adapter.{key}", what, texts))
+            found.append(
+                Problem(
+                    "this regular expression would take too long to compile",
+                    f"adapter.{key}",
+                    found=text[:200],
+                    expected=f"at most {_LONGEST:,} characters, only ASCII",
+                    code=OPTION,
+                )
+            )
             continue
         try:
             re.compile(pattern.text)
@@ -180,76 +236,129 @@ def _patterns(adapter: Mapping[str, Any]) -> Found:
             names = re.findall(r"[^\W\d]\w*", text)
             fix = max(names, key=len, default=f"remove `{key}`")
             fix = f"{key}: [{', '.join(names)}]" if key in _WHOLE else fix
-            texts = {"found": text, "fix": fix, "why": str(getattr(error, "msg", error)), "code": OPTION}
-            found.append((f"adapter.{key}", "not a valid regular expression", texts))
+            found.append(
+                Problem(
+                    "not a valid regular expression",
+                    f"adapter.{key}",
+                    found=text,
+                    fix=fix,
+                    why=str(getattr(error, "msg", error)),
+                    code=OPTION,
+                )
+            )
     return found
 
 
-def _base(name: str, kind: AdapterType, base: object) -> Found:
+def _base(name: str, kind: AdapterType, base: object) -> list[Problem]:
     if kind.storage and base not in (None, "auto", *FOUR_BIT):
-        what, fix = f"{name} needs a 4-bit base model", f"quantization: nf4, or adapter.type: {name[1:]}"
-        return [("model.quantization", what, {"found": as_yaml(base), "fix": fix})]
+        return [
+            Problem(
+                f"{name} needs a 4-bit base model",
+                "model.quantization",
+                found=as_yaml(base),
+                fix=f"quantization: nf4, or adapter.type: {name[1:]}",
+                code="recipe-conflict",
+            )
+        ]
     if isinstance(base, str) and unsupported_reason(name, base):
-        texts = {"found": f"{name} on {base}", "fix": "quantization: auto, or adapter.type: lora"}
-        return [("model.quantization", unsupported_reason(name, base), texts)]
+        return [
+            Problem(
+                unsupported_reason(name, base),
+                "model.quantization",
+                found=f"{name} on {base}",
+                fix="quantization: auto, or adapter.type: lora",
+                code="recipe-conflict",
+            )
+        ]
     return []
 
 
-def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
+def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> list[Problem]:
     """Refuse `per_device_train_batch_size: auto` if the longest rows or the steps of a run are not known."""
     if train.get("dataloader_drop_last"):
-        what = "this key excludes `per_device_train_batch_size: auto`"
-        texts = {
-            "found": "true",
-            "fix": "dataloader_drop_last: false",
-            "why": "the size of the last batch of an epoch is not known before the search",
-            "code": "batch-size",
-        }
-        return [("train.dataloader_drop_last", what, texts)]
+        return [
+            Problem(
+                "this key excludes `per_device_train_batch_size: auto`",
+                "train.dataloader_drop_last",
+                found="true",
+                fix="dataloader_drop_last: false",
+                why="the size of the last batch of an epoch is not known before the search",
+                code="batch-size",
+            )
+        ]
     if not data.get("streaming"):
         return []
-    what, fix = "`auto` excludes `data.streaming: true`", "per_device_train_batch_size: null"
-    texts = {
-        "found": "auto",
-        "fix": fix,
-        "why": "`auto` tries the longest examples, and a stream does not know them in advance",
-        "code": "batch-size",
-    }
-    return [("train.per_device_train_batch_size", what, texts)]
+    return [
+        Problem(
+            "`auto` excludes `data.streaming: true`",
+            "train.per_device_train_batch_size",
+            found="auto",
+            fix="per_device_train_batch_size: null",
+            why="`auto` tries the longest examples, and a stream does not know them in advance",
+            code="batch-size",
+        )
+    ]
 
 
 def _offload(
     kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
-) -> Found:
+) -> list[Problem]:
     """Refuse offloading that does not fit activation checkpointing, the optimizer or the adapter type."""
     offload, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
-    found: Found = []
+    found: list[Problem] = []
     again = str(speed.get("activation_checkpointing"))
     if offload.startswith(("activations", "all")) and (
         again in ("none", "norms", "False") or again.startswith(("mlp:", "mlp_int8:"))
     ):
-        what = f"offloading of activations excludes `activation_checkpointing: {again}`"
-        why = "finetune offloads the activations that recomputed layers keep, so it must recompute all layers"
-        texts = {"found": offload, "fix": "speed.activation_checkpointing: auto", "why": why}
-        found.append(("speed.offload", what, {**texts, "code": SPEED}))
+        found.append(
+            Problem(
+                f"offloading of activations excludes `activation_checkpointing: {again}`",
+                "speed.offload",
+                found=offload,
+                fix="speed.activation_checkpointing: auto",
+                why=(
+                    "finetune offloads the activations that recomputed layers keep, so it must "
+                    "recompute all layers"
+                ),
+                code=SPEED,
+            )
+        )
     if offload not in ("optimizer", "all"):
         return found
     without = "activations" if offload == "all" else "none"
     if optim not in OFFLOADED:
-        texts = {"found": as_yaml(optim), "expected": " or ".join(OFFLOADED), "fix": f"optim: {OFFLOADED[0]}"}
-        found.append(("train.optim", f"`speed.offload: {offload}` supports only torch's AdamW", texts))
+        found.append(
+            Problem(
+                f"`speed.offload: {offload}` supports only torch's AdamW",
+                "train.optim",
+                found=as_yaml(optim),
+                expected=" or ".join(OFFLOADED),
+                fix=f"optim: {OFFLOADED[0]}",
+                code="recipe-conflict",
+            )
+        )
     if adapter.get("loraplus_lr_ratio"):
-        what, why = f"LoRA+ excludes `speed.offload: {offload}`", "LoRA+ has its own optimizer"
-        texts = {
-            "found": as_yaml(adapter["loraplus_lr_ratio"]),
-            "fix": f"speed.offload: {without}",
-            "why": why,
-        }
-        found.append(("adapter.loraplus_lr_ratio", what, texts))
+        found.append(
+            Problem(
+                f"LoRA+ excludes `speed.offload: {offload}`",
+                "adapter.loraplus_lr_ratio",
+                found=as_yaml(adapter["loraplus_lr_ratio"]),
+                fix=f"speed.offload: {without}",
+                why="LoRA+ has its own optimizer",
+                code="recipe-conflict",
+            )
+        )
     if kind.peft == "adalora":
-        what, why = "AdaLoRA excludes an offloaded optimizer", "AdaLoRA masks ranks on the GPU between steps"
-        texts = {"found": offload, "fix": f"offload: {without}", "why": why, "code": SPEED}
-        found.append(("speed.offload", what, texts))
+        found.append(
+            Problem(
+                "AdaLoRA excludes an offloaded optimizer",
+                "speed.offload",
+                found=offload,
+                fix=f"offload: {without}",
+                why="AdaLoRA masks ranks on the GPU between steps",
+                code=SPEED,
+            )
+        )
     return found
 
 
@@ -267,22 +376,28 @@ def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
         return "eval.engine: vllm runs the adapter on a bf16 base model"
     if not all(_UNCODED.search(name) for name in options.get("modules_to_save") or ()):
         return "modules_to_save trains layers that an fp8 base model may quantize"
-    return "; ".join(what for _, what, _ in _on_fp8(options))
+    return "; ".join(problem.what for problem in _on_fp8(options))
 
 
-def _on_fp8(adapter: Mapping[str, Any]) -> Found:
+def _on_fp8(adapter: Mapping[str, Any]) -> list[Problem]:
     """Refuse options that read or train weights that an fp8 base model quantizes."""
-    found: Found = []
+    found: list[Problem] = []
     init = adapter.get("init_lora_weights")
     if init in ("orthogonal", "mica"):
-        what = f"init_lora_weights: {init} excludes an fp8 base model"
-        texts = {"found": as_yaml(init), "fix": "init_lora_weights: true, or model.quantization: none"}
-        texts |= {"why": "it computes the adapter initialization from weights that fp8 quantizes"}
-        found.append(("adapter.init_lora_weights", what, texts))
+        found.append(
+            Problem(
+                f"init_lora_weights: {init} excludes an fp8 base model",
+                "adapter.init_lora_weights",
+                found=as_yaml(init),
+                fix="init_lora_weights: true, or model.quantization: none",
+                why="it computes the adapter initialization from weights that fp8 quantizes",
+                code="recipe-conflict",
+            )
+        )
     return found + _coded(adapter, "fp8")
 
 
-def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> Found:
+def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> list[Problem]:
     """Refuse names of layers that the base model quantizes, in `modules_to_save` and `target_parameters`.
 
     Routers are no linear layers, so no base model quantizes them. Quantized stacks of experts take adapters.
@@ -294,41 +409,53 @@ def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> Found:
     linear = (one for one in weights if one.endswith(".weight"))
     lost = [one for one in linear if _CODED.search(one.removesuffix(".weight"))]
     if lost:
-        what = f"target_parameters names weights that the {base} base model quantizes"
-        fix = f"remove {', '.join(lost)} from target_parameters, or set `model.quantization: none`"
         found.append(
-            (
+            Problem(
+                f"target_parameters names weights that the {base} base model quantizes",
                 "adapter.target_parameters",
-                what,
-                {"found": ", ".join(lost)[:200], "fix": fix, "why": "PEFT would add to quantized weights"},
+                found=", ".join(lost)[:200],
+                fix=f"remove {', '.join(lost)} from target_parameters, or set `model.quantization: none`",
+                why="PEFT would add to quantized weights",
+                code="recipe-conflict",
             )
         )
     return found
 
 
-def coded(whole: list[str], base: str, quantized: str = "") -> Found:
+def coded(whole: list[str], base: str, quantized: str = "") -> list[Problem]:
     """Return the problem of training whole layers that the base model quantizes.
 
     Args:
         whole: the names of these layers.
         quantized: an adapter type that implies a quantized base model, such as qlora.
     """
-    what = f"modules_to_save names layers that the {base} base model quantizes"
+    if not whole:
+        return []
     change = f"adapter.type: {quantized[1:]}" if quantized else "model.quantization: none"
     names = ", ".join(whole)
-    texts = {"found": names, "fix": f"remove {names} from modules_to_save, or set `{change}`"}
-    texts |= {"why": "quantized weights can't be trained"}
-    return [("adapter.modules_to_save", what, texts)] if whole else []
+    return [
+        Problem(
+            f"modules_to_save names layers that the {base} base model quantizes",
+            "adapter.modules_to_save",
+            found=names,
+            fix=f"remove {names} from modules_to_save, or set `{change}`",
+            why="quantized weights can't be trained",
+            code="recipe-conflict",
+        )
+    ]
 
 
-def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object, added: bool) -> Found:
+def _init(
+    name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object, added: bool
+) -> list[Problem]:
     """Check the spelling of `init_lora_weights`, and the settings that it can't be combined with."""
     key, init = "adapter.init_lora_weights", adapter.get("init_lora_weights")
-    found: Found = [
-        (
-            f"adapter.{its}_config",
+    found: list[Problem] = [
+        Problem(
             f"this key has no effect without `init_lora_weights: {its}`",
-            {"fix": f"init_lora_weights: {its}", "code": OPTION},
+            f"adapter.{its}_config",
+            fix=f"init_lora_weights: {its}",
+            code=OPTION,
         )
         for its in CONFIGURED_INITS
         if adapter.get(f"{its}_config") is not None and init != its
@@ -337,35 +464,59 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object
         return found
     if not _INIT.fullmatch(init):
         near = meant("adapter.init_lora_weights", init, INITS)
-        texts = {
-            "found": init,
-            "expected": "" if near else f"true, false, {', '.join(INITS)}",
-            "fix": f"init_lora_weights: {near or 'true'}",
-        }
-        return [*found, (key, "unknown initialization", {**texts, "code": "value-choice"})]
-    default, texts = "init_lora_weights: true", {"found": init, "code": OPTION}
-    if init.startswith(PREPARED_INITS) and kind.peft != "lora":
-        what = "this initialization supports only LoRA and DoRA"
-        found.append((key, what, {**texts, "found": f"{init} with {name}", "fix": default}))
-    if init == "loftq" and not (kind.storage or base in FOUR_BIT):
-        what = "LoftQ needs a 4-bit base model"
-        found.append(
-            (
+        return [
+            *found,
+            Problem(
+                "unknown initialization",
                 key,
-                what,
-                {
-                    **texts,
-                    "fix": "adapter.type: qlora",
-                    "why": "LoftQ corrects the error of 4-bit quantization",
-                },
+                found=init,
+                expected="" if near else f"true, false, {', '.join(INITS)}",
+                fix=f"init_lora_weights: {near or 'true'}",
+                code="value-choice",
+            ),
+        ]
+    default = "init_lora_weights: true"
+    if init.startswith(PREPARED_INITS) and kind.peft != "lora":
+        found.append(
+            Problem(
+                "this initialization supports only LoRA and DoRA",
+                key,
+                found=f"{init} with {name}",
+                fix=default,
+                code=OPTION,
+            )
+        )
+    if init == "loftq" and not (kind.storage or base in FOUR_BIT):
+        found.append(
+            Problem(
+                "LoftQ needs a 4-bit base model",
+                key,
+                found=init,
+                fix="adapter.type: qlora",
+                why="LoftQ corrects the error of 4-bit quantization",
+                code=OPTION,
             )
         )
     if init == "eva" and adapter.get("rank_pattern"):
-        what, why = "EVA excludes `rank_pattern`", "EVA chooses the rank of each layer itself"
-        found.append(("adapter.rank_pattern", what, {"fix": "remove `rank_pattern`", "why": why}))
+        found.append(
+            Problem(
+                "EVA excludes `rank_pattern`",
+                "adapter.rank_pattern",
+                fix="remove `rank_pattern`",
+                why="EVA chooses the rank of each layer itself",
+                code="recipe-conflict",
+            )
+        )
     if init == "eva" and (added or adapter.get("trainable_token_indices")):
-        what = "PEFT's EVA can't train single tokens of the embeddings"
-        found.append((key, what, {**texts, "fix": default}))
+        found.append(
+            Problem(
+                "PEFT's EVA can't train single tokens of the embeddings",
+                key,
+                found=init,
+                fix=default,
+                code=OPTION,
+            )
+        )
     if init.startswith(REBASING_INITS):
         found += _rebasing(init, name, kind, adapter, base, added)
     return found
@@ -373,23 +524,35 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object
 
 def _rebasing(
     init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object, added: bool
-) -> Found:
+) -> list[Problem]:
     """Check an initialization that modifies the base weights.
 
     PEFT saves such an adapter as a difference of LoRAs and drops everything else that was trained.
     """
     key = "adapter.init_lora_weights"
-    found: Found = []
+    found: list[Problem] = []
     if kind.storage or base in QUANTIZED:
-        what = f"{init} excludes a quantized base model"
-        why = f"{init} moves a part of the base weights into the adapter, and quantized weights are not exact"
         fix = f"adapter.type: {name[1:]}" if kind.storage else "model.quantization: auto"
         fix += ", or init_lora_weights: loftq" if kind.storage or base in FOUR_BIT else ""
-        found.append((key, what, {"found": init, "fix": fix, "why": why}))
+        found.append(
+            Problem(
+                f"{init} excludes a quantized base model",
+                key,
+                found=init,
+                fix=fix,
+                why=(
+                    f"{init} moves a part of the base weights into the adapter, and quantized "
+                    "weights are not exact"
+                ),
+                code="recipe-conflict",
+            )
+        )
     why = f"finetune saves {init} as the difference of two LoRA adapters"
     if kind.sets.get("use_dora"):
         what, fix = f"{init} excludes DoRA", "adapter.type: lora"
-        found.append((key, what, {"found": f"{init} with {name}", "fix": fix, "why": why}))
+        found.append(
+            Problem(what, key, found=f"{init} with {name}", fix=fix, why=why, code="recipe-conflict")
+        )
     beside = [
         k for k in ("modules_to_save", "trainable_token_indices", "target_parameters") if adapter.get(k)
     ]
@@ -399,33 +562,61 @@ def _rebasing(
     beside += by_pattern if kind.sets.get("use_rslora") or adapter.get("use_rslora") else []
     if beside:
         what, fix = f"{init} excludes {', '.join(beside)}", "init_lora_weights: true"
-        texts = {"found": f"{init} with {', '.join(beside)}", "fix": fix}
-        found.append((key, what, {**texts, "why": f"{why}, and those hold nothing else"}))
+        found.append(
+            Problem(
+                what,
+                key,
+                found=f"{init} with {', '.join(beside)}",
+                fix=fix,
+                why=f"{why}, and those hold nothing else",
+                code="recipe-conflict",
+            )
+        )
     return found
 
 
-def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: object) -> Found:
+def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: object) -> list[Problem]:
     """Check that the embeddings of new tokens can train."""
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
     names = _last(saved)
     whole = sorted(names & {*EMBEDDINGS})
     if kind.peft in PROMPTS and names & {*EMBEDDINGS}:
-        what = f"PEFT's {name} can't train the embeddings"
-        texts = {"found": as_yaml(saved), "fix": "adapter.type: lora"}
-        texts["why"] = f"{name} reads the base model's own embeddings, not the copy that trains"
-        return [("adapter.modules_to_save", what, texts)]
+        return [
+            Problem(
+                f"PEFT's {name} can't train the embeddings",
+                "adapter.modules_to_save",
+                found=as_yaml(saved),
+                fix="adapter.type: lora",
+                why=f"{name} reads the base model's own embeddings, not the copy that trains",
+                code="recipe-conflict",
+            )
+        ]
     if added and whole and not (names & {*HEADS} or adapter.get("ensure_weight_tying")):
         fix = _with_both(saved, whole[0], "lm_head")  # tying does not help an untied head
-        texts = {"found": as_yaml(saved), "fix": f"modules_to_save: {fix}"}
-        return [("adapter.modules_to_save", HEAD_STAYS, texts)]
+        return [
+            Problem(
+                HEAD_STAYS,
+                "adapter.modules_to_save",
+                found=as_yaml(saved),
+                fix=f"modules_to_save: {fix}",
+                code="recipe-conflict",
+            )
+        ]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
     both = ", ".join(dict.fromkeys([*map(str, saved), "embed_tokens", "lm_head"]))
     fixes = [] if kind.peft in PROMPTS else [f"adapter.modules_to_save: [{both}]"]
     fixes += ["adapter.type: lora"] if not (fixes and names & {*HEADS}) else []
-    texts = {"found": as_yaml(added)[:200], "fix": ", or ".join(fixes)}
-    return [("model.add_tokens", f"{name} can't train the embeddings of new tokens", texts)]
+    return [
+        Problem(
+            f"{name} can't train the embeddings of new tokens",
+            "model.add_tokens",
+            found=as_yaml(added)[:200],
+            fix=", or ".join(fixes),
+            code="recipe-conflict",
+        )
+    ]
 
 
 def _last(names: Iterable[Any]) -> set[str]:
@@ -445,7 +636,7 @@ def rows_beside(
     added: bool,
     embedding: str = "embed_tokens",
     head: str = "lm_head",
-) -> Found:
+) -> list[Problem]:
     """Check that single rows of the embeddings can train with these `modules_to_save`.
 
     They can't if the embeddings or a tied head train as a whole module without the other.
@@ -466,21 +657,37 @@ def rows_beside(
     elif tied and head in whole and (added or own):
         what = "the new tokens would train in the embeddings but not in the separate copy of the tied head"
         fix = both + (", and remove `trainable_token_indices`" if own else "")
-    texts = {"found": as_yaml(list(saved)), "fix": f"modules_to_save: {fix}"}
-    return [("adapter.modules_to_save", what, texts)] if what else []
+    if not what:
+        return []
+    return [
+        Problem(
+            what,
+            "adapter.modules_to_save",
+            found=as_yaml(list(saved)),
+            fix=f"modules_to_save: {fix}",
+            code="recipe-conflict",
+        )
+    ]
 
 
-def _schedule(adapter: Mapping[str, Any], steps: object) -> Found:
+def _schedule(adapter: Mapping[str, Any], steps: object) -> list[Problem]:
     """Check AdaLoRA's schedule if the recipe sets the number of steps."""
     if type(steps) is not int:
         return []
     begin, end = adapter.get("tinit", steps // 10), adapter.get("tfinal", steps // 3)
     if type(begin) is int and type(end) is int and begin + end >= steps - 1:
-        return [("adapter.tinit", NO_RANK_STEPS, no_rank_steps(begin, end, steps))]
+        return [no_rank_steps(begin, end, steps)]
     every = adapter.get("orth_reg_every", 1)
     if type(every) is int and every > steps:
-        what = "AdaLoRA would never compute the orthogonality term"
-        texts = {"found": as_yaml(every), "expected": f"at most {steps:,} steps", "fix": "orth_reg_every: 1"}
-        texts |= {"why": f"the run has {steps} steps", "code": OPTION}
-        return [("adapter.orth_reg_every", what, texts)]
+        return [
+            Problem(
+                "AdaLoRA would never compute the orthogonality term",
+                "adapter.orth_reg_every",
+                found=as_yaml(every),
+                expected=f"at most {steps:,} steps",
+                fix="orth_reg_every: 1",
+                why=f"the run has {steps} steps",
+                code=OPTION,
+            )
+        ]
     return []

@@ -94,21 +94,22 @@ def adalora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "
             )
         )
     if steps < 2 or options["tinit"] + options["tfinal"] >= steps - 1:
-        texts = no_rank_steps(options["tinit"], options["tfinal"], steps)
-        raise UserError(Problem(NO_RANK_STEPS, "adapter.tinit", **texts))
+        raise UserError(no_rank_steps(options["tinit"], options["tfinal"], steps))
     return {**options, "total_step": steps}
 
 
-def no_rank_steps(begin: int, end: int, steps: int) -> dict[str, str]:
-    """Return the other fields of the problem `NO_RANK_STEPS`."""
+def no_rank_steps(begin: int, end: int, steps: int) -> Problem:
+    """Return the problem of a schedule of AdaLoRA that leaves no step for the allocation of ranks."""
     remove = "remove `tinit` and `tfinal`: finetune then derives them from the number of steps"
-    return {
-        "found": f"tinit {begin} + tfinal {end}, with {steps} steps",
-        "expected": "tinit + tfinal < steps - 1",
-        "fix": remove if steps > 1 else "train.max_steps: 10",
-        "why": "AdaLoRA allocates ranks after the first tinit and before the last tfinal steps",
-        "code": "adapter-option",
-    }
+    return Problem(
+        "no step is left in which AdaLoRA could allocate ranks",
+        "adapter.tinit",
+        found=f"tinit {begin} + tfinal {end}, with {steps} steps",
+        expected="tinit + tfinal < steps - 1",
+        fix=remove if steps > 1 else "train.max_steps: 10",
+        why="AdaLoRA allocates ranks after the first tinit and before the last tfinal steps",
+        code="adapter-option",
+    )
 
 
 def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
@@ -307,7 +308,6 @@ def _common_divisor(shapes: Shapes, most: int) -> int:
     return max(size for size in range(1, most + 1) if widths % size == 0)
 
 
-NO_RANK_STEPS = "no step is left in which AdaLoRA could allocate ranks"
 FAR = 10  # factor between learning rates from which a note becomes a warning
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move a part of the base weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")

@@ -44,11 +44,8 @@ def missing() -> Problem | None:
     )
 
 
-def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """Return the settings that conflict with `speed.qat`, in a recipe as it was read.
-
-    Each has a dotted key, a message, and the other fields of the problem.
-    """
+def conflicts(raw: dict[str, Any]) -> list[Problem]:
+    """Return the settings that conflict with `speed.qat`, in a recipe as it was read."""
     sections = {name: raw.get(name) for name in ("speed", "adapter", "model")}
     speed, adapter, model = (value if isinstance(value, dict) else {} for value in sections.values())
     qat, kind = speed.get("qat"), adapter.get("type")
@@ -60,49 +57,71 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     if meant or base not in ("auto", "none"):
         plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "lora")
         key, value = ("adapter.type", str(kind)) if meant else ("model.quantization", base)
-        what = "`speed.qat` excludes a quantized base model"
         found.append(
-            (
+            Problem(
+                "`speed.qat` excludes a quantized base model",
                 key,
-                what,
-                {
-                    "found": value,
-                    "fix": f"type: {plain}" if meant else "quantization: auto",
-                    "why": "QAT rounds weights that are not quantized yet",
-                },
+                found=value,
+                fix=f"type: {plain}" if meant else "quantization: auto",
+                why="QAT rounds weights that are not quantized yet",
+                code="recipe-conflict",
             )
         )
     elif kind in types and kind not in TYPES:
-        what, why = (
-            f"`speed.qat` does not support {kind}",
-            "QAT rounds the merged weight in each forward pass",
+        found.append(
+            Problem(
+                f"`speed.qat` does not support {kind}",
+                "adapter.type",
+                found=as_yaml(kind),
+                expected=" or ".join(TYPES),
+                fix="type: lora",
+                why="QAT rounds the merged weight in each forward pass",
+                code="recipe-conflict",
+            )
         )
-        texts = {"found": as_yaml(kind), "expected": " or ".join(TYPES), "fix": "type: lora", "why": why}
-        found.append(("adapter.type", what, texts))
     if adapter.get("lora_dropout"):
-        what, why = (
-            "`speed.qat` excludes LoRA dropout",
-            "QAT merges the adapter into the weight that it rounds",
+        found.append(
+            Problem(
+                "`speed.qat` excludes LoRA dropout",
+                "adapter.lora_dropout",
+                found=as_yaml(adapter["lora_dropout"]),
+                fix="lora_dropout: 0",
+                why="QAT merges the adapter into the weight that it rounds",
+                code="recipe-conflict",
+            )
         )
-        texts = {"found": as_yaml(adapter["lora_dropout"]), "fix": "lora_dropout: 0", "why": why}
-        found.append(("adapter.lora_dropout", what, texts))
     init = adapter.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(adapter_types.REBASING_INITS):
-        what, fix = "`speed.qat` excludes this initialization", "init_lora_weights: true"
-        why = (
-            "it changes the base weights, so the saved adapter would be rounded differently than in training"
+        found.append(
+            Problem(
+                "`speed.qat` excludes this initialization",
+                "adapter.init_lora_weights",
+                found=init,
+                fix="init_lora_weights: true",
+                why=(
+                    "it changes the base weights, so the saved adapter would be rounded "
+                    "differently than in training"
+                ),
+                code="recipe-conflict",
+            )
         )
-        found.append(("adapter.init_lora_weights", what, {"found": init, "fix": fix, "why": why}))
     return found
 
 
-def _config_problems(config: object) -> list[tuple[str, str, dict[str, str]]]:
+def _config_problems(config: object) -> list[Problem]:
     """Return the problem of a name that is not in `QAT_CONFIGS`, with the nearest name that is."""
     if not isinstance(config, str) or class_name(config) in QAT_CONFIGS:
         return []
     name = class_name(config)
     near = "Int8DynamicActivationIntxWeightConfig" if "Dynamic" in name else "IntxWeightOnlyConfig"
     near = near if name in REFUSED else nearest(name, QAT_CONFIGS)
-    texts = {"found": config, "expected": " or ".join(QAT_CONFIGS), "fix": f"config: {near}" if near else ""}
-    what = REFUSED.get(name, "torchao's QAT has no config with this name")
-    return [("speed.qat.config", what, {**texts, "code": "value-choice"})]
+    return [
+        Problem(
+            REFUSED.get(name, "torchao's QAT has no config with this name"),
+            "speed.qat.config",
+            found=config,
+            expected=" or ".join(QAT_CONFIGS),
+            fix=f"config: {near}" if near else "",
+            code="value-choice",
+        )
+    ]

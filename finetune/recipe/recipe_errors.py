@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -171,8 +172,12 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     every = get("eval.eval_steps")
     alone = get("data.validation") is None and get("data.validation_fraction") is None
     if every is not None and alone:
-        what, fix = "evaluation during training needs a validation set", "data.validation_fraction: 0.1"
-        problem("eval.eval_steps", what, found=as_yaml(every), fix=fix)
+        problem(
+            "eval.eval_steps",
+            "evaluation during training needs a validation set",
+            found=as_yaml(every),
+            fix="data.validation_fraction: 0.1",
+        )
     for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
         if every is None and get(key) not in (None, "loss", "eval_loss"):
             fix = "eval.eval_steps: 50" + (" and data.validation_fraction: 0.1" if alone else "")
@@ -194,25 +199,30 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         )
     best = get("eval.metric_for_best_model")
     if isinstance(best, str) and "/" not in best and best not in METRICS:
-        what, expected = "unknown metric", "loss, exact_match, or task/metric such as arc_easy/acc"
         near = meant("eval.metric_for_best_model", best, METRICS)
         problem(
             "eval.metric_for_best_model",
-            what,
+            "unknown metric",
             "eval-setting",
             found=best,
-            expected=expected,
+            expected="loss, exact_match, or task/metric such as arc_easy/acc",
             fix=f"metric_for_best_model: {near}" if near else "",
         )
     elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
-        what, fix = "`eval.tasks` lacks the task of this metric", f"tasks: [{best.rpartition('/')[0]}]"
-        problem("eval.metric_for_best_model", what, "eval-setting", found=best, fix=fix)
+        problem(
+            "eval.metric_for_best_model",
+            "`eval.tasks` lacks the task of this metric",
+            "eval-setting",
+            found=best,
+            fix=f"tasks: [{best.rpartition('/')[0]}]",
+        )
     problems += _batch_problem(
         get("train.effective_batch_size"), get("train.per_device_train_batch_size"), where
     )
     for conflicts_of in (adapter_rules.conflicts, qat_rules.conflicts, train_rules.conflicts):
-        for key, what, texts in conflicts_of(raw):
-            problem(key, what, **texts)
+        problems += [
+            replace(one, where=place_of(tuple(one.key.split(".")), where)) for one in conflicts_of(raw)
+        ]
     return problems
 
 

@@ -217,8 +217,7 @@ def _parameter_problems(
     if ranged == (one.choices is not None) or (
         one.choices is not None and (one.low, one.high) != (None, None)
     ):
-        what = "the key needs either a range (low and high) or choices"
-        problem(what, fix=f"{key}: {{low: 1, high: 8}}")
+        problem("the key needs either a range (low and high) or choices", fix=f"{key}: {{low: 1, high: 8}}")
         return found
     if ranged and one.low >= one.high:  # type: ignore[operator] (both are numbers)
         problem(

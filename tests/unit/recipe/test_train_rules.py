@@ -132,7 +132,9 @@ def test_a_schedule_without_options_is_blamed_itself() -> None:
 
 def test_an_option_that_a_schedule_has_not_is_no_end_either() -> None:
     raw = {"train": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1}}}
-    assert [what for _, what, _ in train_rules.conflicts(raw)] == ["the schedule cosine has no such option"]
+    assert [problem.what for problem in train_rules.conflicts(raw)] == [
+        "the schedule cosine has no such option"
+    ]
 
 
 def test_a_decay_that_begins_in_the_warm_up_is_said() -> None:
