@@ -7,6 +7,7 @@ how to write a value (JSON, escapes). Every other loss raises an error.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from finetune.data.messages import REASONING_KEYS, THINKING
 ANYWHERE = -1
 # In characters. The template itself can contain a shorter text by chance.
 SHORT = 24
+MARKER = re.compile(r"qzpart\d+qz")
 # Character comparisons that take less than a moment
 LONG = 20_000_000
 NAMES = {  # kind of part -> its name in errors
@@ -36,6 +38,8 @@ NAMES = {  # kind of part -> its name in errors
 LOST = "the model would be trained on an incomplete example"
 # Kinds that a template can omit. It can omit reasoning only in earlier turns.
 OPTIONAL = ("name", "reasoning")
+# The search for missing parts of a kind ends after so many, because each takes a search of the whole text
+ENOUGH = 10
 
 
 class Part(NamedTuple):
@@ -74,11 +78,12 @@ def parts(example: Example) -> list[Part]:
 
 def find_missing(parts: list[Part], text: str) -> list[Part]:
     """Return the parts that a rendered text lacks. The other parts appear in the order of their messages."""
-    position = 0
+    position = after_tools = 0
     for part in parts:
         first = 0 if part.message == ANYWHERE else position
         said = part.text
-        at = text.find(said, first)
+        at = text.find(said, after_tools) if part.kind == "tools" else -1  # templates write tools in order
+        at = text.find(said, first) if at < 0 else at
         if at < 0:
             said = json.dumps(said, ensure_ascii=False)[1:-1]
             at = text.find(said, first)
@@ -86,6 +91,8 @@ def find_missing(parts: list[Part], text: str) -> list[Part]:
             return _search(parts, "".join(text.split()))
         if part.message != ANYWHERE:
             position = at + len(said)
+        elif part.kind == "tools":
+            after_tools = at
     return []
 
 
@@ -103,29 +110,36 @@ def doubtful(parts: list[Part], text: str) -> list[Part]:
 
 def with_markers(example: Example, doubts: list[Part]) -> tuple[Example, list[str]]:
     """Replace each doubtful part by a marker that no template writes. Return the example and the markers."""
-    messages, markers = list(example.messages or ()), list[str]()
+    messages, markers = [_copy(message) for message in example.messages or ()], list[str]()
     for number, part in enumerate(doubts):
-        index, marker = max(part.message, 0), f"qzpart{number}qz"  # the system message has index 0
-        marked = _with_marker(messages[index], part, marker)
-        markers.append(marker if marked else "")
-        messages[index] = marked or messages[index]
+        marker = f"qzpart{number}qz"
+        is_marked = _put_marker(
+            messages[max(part.message, 0)], part, marker
+        )  # the system message has index 0
+        markers.append(marker if is_marked else "")
     return replace(example, messages=messages), markers
 
 
-def _with_marker(message: Message, part: Part, marker: str) -> Message | None:
-    """Return the message with a marker in place of one part, or `None` if the part is not unique."""
+def _copy(message: Message) -> Message:
+    """Return a copy of a message whose values and tool calls can be replaced."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(calls)} if calls else dict(message)
+
+
+def _put_marker(message: Message, part: Part, marker: str) -> bool:
+    """Put the marker in place of one part of the message. Return whether the part is unique."""
     if part.kind == "call":
-        calls = list(message["tool_calls"])
-        names = [call["function"]["name"] for call in calls]
-        if part.text not in names:
-            return None
-        call = calls[names.index(part.text)]
-        calls[names.index(part.text)] = {**call, "function": {**call["function"], "name": marker}}
-        return {**message, "tool_calls": calls}
+        calls = message["tool_calls"]
+        named = (index for index, call in enumerate(calls) if call["function"]["name"] == part.text)
+        if (index := next(named, None)) is not None:
+            call = calls[index]
+            calls[index] = {**call, "function": {**call["function"], "name": marker}}
+        return index is not None
     for key in ("name",) if part.kind == "name" else ("content", *REASONING_KEYS):
         if message.get(key) and message[key].count(part.text) == 1:
-            return {**message, key: message[key].replace(part.text, marker)}
-    return None
+            message[key] = message[key].replace(part.text, marker)
+            return True
+    return False
 
 
 def refuse(example: Example, missing: list[Part]) -> Part:
@@ -201,11 +215,14 @@ def _search(parts: list[Part], text: str) -> list[Part]:
 
     The search places long parts first. A short part inside a longer part does not count. If two messages have
     the same reasoning, the search places it last, because a template can omit the first and keep the second.
+    After ENOUGH missing parts of a kind, the search skips this kind. Parts after the last user message count
+    as another kind, because a template must not omit the reasoning there.
     """
+    last_user_turn = max((part.message for part in parts if part.kind == "user"), default=0)
     often = Counter(part.text for part in parts if part.kind == "reasoning")
     # (message, start, end) of each part found. Both orders agree, because the messages are rendered in order.
     placed: list[tuple[int, int, int]] = []
-    missing = []
+    missing, lost = list[int](), Counter[tuple[str, bool]]()
 
     def order(number: int) -> tuple[bool, bool, int]:
         part = parts[number]
@@ -214,6 +231,9 @@ def _search(parts: list[Part], text: str) -> list[Part]:
 
     for number in sorted(range(len(parts)), key=order):
         part = parts[number]
+        kind = part.kind, part.message > last_user_turn
+        if lost[kind] >= ENOUGH:
+            continue
         if part.message == ANYWHERE:
             first, after, low, high = 0, len(placed), 0, len(text)
         else:
@@ -231,6 +251,7 @@ def _search(parts: list[Part], text: str) -> list[Part]:
                 break
         else:
             missing.append(number)
+            lost[kind] += 1
     return [parts[number] for number in sorted(missing)]
 
 

@@ -181,8 +181,9 @@ class Encoder:
         texts = self.render([example for example, _ in marked])
         for (index, doubtful), (_, markers), text in zip(doubts.items(), marked, texts, strict=True):
             if text and not text.error:
+                written = set(content_check.MARKER.findall(text.text))
                 pairs = zip(doubtful, markers, strict=True)
-                found[index] += [part for part, marker in pairs if marker not in text.text]
+                found[index] += [part for part, marker in pairs if marker and marker not in written]
         return found
 
     def _encode_chats(self, chats: list[Rendered]) -> tuple[int, list[int], list[Any]]:
@@ -344,6 +345,8 @@ class Encoder:
             return Encoded(ids, [(0, len(ids))])
         found, merged, tail = [], False, text.text[head:]
         weights, is_divided = [], False
+        messages = example.messages if example.weights else None
+        answers = [message["content"] for message in messages or () if message["role"] == "assistant"]
         for turn, (start, end) in loss_mask.trained_spans(
             example, text, self.train_on, self.tokenizer.eos_token
         ):
@@ -357,7 +360,11 @@ class Encoder:
             if not example.weights:
                 found.append((low + len(shared), high + len(shared)))
                 continue
-            weighted = _weigh(example, turn, tail, span, encoding, (low, high))
+            place, of_turn = 0, example.weights[turn]
+            if of_turn.spans:
+                first, _ = encoding.token_to_chars(low) or (0, 0)
+                place = loss_mask.content_start(tail, span, first, answers[turn], example.where)
+            weighted = loss_mask.by_weight(tail, encoding, (low, high), place, of_turn)
             found += [(start + len(shared), end + len(shared)) for start, end in weighted.trained]
             weights += [(start + len(shared), end + len(shared), w) for start, end, w in weighted.fractions]
             is_divided |= weighted.is_divided
@@ -451,25 +458,6 @@ def _of_template(
     notes = other_prompt(ChatTemplate(own, special, date), ChatTemplate(template, special, date), tools)
     notes += (f"the chat template uses the date {date} (data.template_date)",) * ("date" in known)
     return Encoder(tokenizer, data.train_on, own, template, way, notes=notes, **known, **seen)
-
-
-def _weigh(
-    example: Example, turn: int, text: str, span: tuple[int, int], encoding: Any, tokens: tuple[int, int]
-) -> loss_mask.Weighted:
-    """Return the tokens of an assistant's turn by their weights.
-
-    Args:
-        turn: number of the assistant's turn.
-        text: the rendered text of `encoding`.
-        span: characters of the turn.
-        tokens: tokens of the turn.
-    """
-    weights, place = example.weights[turn], 0
-    if weights.spans:
-        answers = [message["content"] for message in example.messages or () if message["role"] == "assistant"]
-        first = encoding.token_to_chars(tokens[0])[0]
-        place = loss_mask.content_start(text, span, first, answers[turn], example.where)
-    return loss_mask.by_weight(text, encoding, tokens, place, weights)
 
 
 def _opening(backend: Tokenizer) -> tuple[int, ...]:

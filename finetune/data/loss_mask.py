@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,19 +81,33 @@ def token_range(
         if text.startswith(prompt_end, start - back):  # a marked range can start inside the end of the prompt
             start += len(prompt_end) - back
             break
-    first = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
-    if first is None:
+    first, high = _first_covering(start, encoding), _first_from(end, encoding)
+    if start >= end or first >= high:
         return 0, 0, False
-    last = next(t for c in range(end - 1, -1, -1) if (t := encoding.char_to_token(c)) is not None)
-    high, count = last + 1, len(encoding)
-    while high < count and (at := encoding.token_to_chars(high)) and at[0] < end:
-        high += 1  # one character can be several tokens
     stop = next((i for i in range(high - 1, first - 1, -1) if ids[i] in stops), None)
     if stop is not None and not text[encoding.token_to_chars(stop)[1] : end].strip():
         high = stop + 1  # exclude the text that the template writes after the end of a turn
     merged = encoding.token_to_chars(first)[0] < start
     merged |= ids[high - 1] not in stops and encoding.token_to_chars(high - 1)[1] > end
     return first, high, merged
+
+
+def _first_covering(place: int, encoding: Any) -> int:
+    """Return the first token that covers the character at `place` or a later one.
+
+    `encoding.char_to_token` looks at all tokens before, which takes quadratic time for a chat of many turns.
+    """
+    count = len(encoding)
+    token = bisect_right(range(count), place, key=lambda token: encoding.token_to_chars(token)[1])
+    # A tokenizer can exclude whitespace from the range of a token, which then covers no character
+    while token < count and (chars := encoding.token_to_chars(token)) and chars[0] == chars[1]:
+        token += 1
+    return token
+
+
+def _first_from(place: int, encoding: Any) -> int:
+    """Return the first token that starts at the character at `place` or later."""
+    return bisect_left(range(len(encoding)), place, key=lambda token: encoding.token_to_chars(token)[0])
 
 
 class Weighted(NamedTuple):
@@ -138,7 +153,8 @@ def _runs(values: Iterable[float], start: int) -> Iterator[tuple[int, int, float
 
 
 def _weight_at(place: int, spans: list[tuple[int, int, float]], otherwise: float) -> float:
-    return next((weight for start, end, weight in spans if start <= place < end), otherwise)
+    index = bisect_right(spans, place, key=lambda span: span[0]) - 1
+    return spans[index][2] if index >= 0 and place < spans[index][1] else otherwise
 
 
 def content_start(text: str, span: tuple[int, int], first: int, content: str, where: str) -> int:

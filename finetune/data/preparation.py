@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from finetune.data.encoding import Encoder
     from finetune.recipe.schema import Data, Source
 
-CHUNK, CHARACTERS = 4000, 4_000_000  # limits of examples and characters that are encoded together
+CHUNK, CHARACTERS = 4000, 2_000_000  # limits of examples and characters that are encoded together
 
 
 @dataclass(frozen=True)

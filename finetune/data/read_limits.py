@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Source
 
-EXAMPLE_BYTES = 32 * 2**20
+# A tokenizer takes about 450 bytes of memory for each token, and a token can be one byte
+EXAMPLE_BYTES = 4 * 2**20
 # A file may expand to the larger of EXPANSION times its size and LEAST bytes
 EXPANSION, LEAST = 100, 2**28
 # In bytes. An xz dictionary can have up to 4 GiB, but `xz -9` needs only 65 MiB.

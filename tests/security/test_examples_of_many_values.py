@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from finetune.data import arrow_values, formats, json_values, readers
-from finetune.data.examples import BadRow
+from finetune.data import arrow_values, chat_templates, formats, json_values, readers
+from finetune.data.encoding import Encoded, make_encoder
+from finetune.data.examples import BadRow, Row
 from finetune.recipe.schema import Data
+from support.chat_tokenizers import tokenizer_with
+from support.limited_commands import SECONDS
 from support.paths import QUICKSTART
 from support.soak import soak_except
 
@@ -161,6 +165,50 @@ def test_example_within_the_limit_ends_soon(name: str, tmp_path, commands) -> No
     assert not ended.wrong and "too many values" not in ended.said, ended
 
 
+def turns(number: int) -> list[dict[str, Any]]:
+    """A question and an answer that no other turn repeats."""
+    return [{"role": "user", "content": f"ask {number}"}, {"role": "assistant", "content": f"say {number}"}]
+
+
+def called_one_by_one(calls: int) -> list[dict[str, Any]]:
+    """A chat with one message of many tool calls, each with another name."""
+    functions = [{"name": f"f{number}", "arguments": {}} for number in range(calls)]
+    return called([{"type": "function", "function": function} for function in functions])
+
+
+PREPARED: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "turns": ([turn for number in range(12_000) for turn in turns(number)], "chatml"),
+    "reasoning that the template omits": (
+        [{**turn, "reasoning_content": f"think {n}"} for n in range(8_000) for turn in turns(n)],
+        "chatml",
+    ),
+    "tool calls": (called_one_by_one(10_000), "mistral"),
+    "parts with weights": (
+        [
+            CHAT[0],
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": f"a{n} ", "weight": n % 2 / 2} for n in range(20_000)],
+            },
+        ],
+        "chatml",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_encoding_of_an_example_of_many_values_ends_soon(name: str) -> None:
+    """Each step takes linear time. 30,000 turns took 20 s."""
+    messages, template = PREPARED[name]
+    data = Data(name="a.jsonl")
+    row = Row({"messages": messages}, "a.jsonl:1")
+    encoder = make_encoder(tokenizer_with(chat_templates.read_template(template)), data, chats=True)
+    started = time.process_time()
+    (found,) = encoder([formats.convert(row, data, formats.detect(row, data))])
+    assert time.process_time() - started < SECONDS
+    assert isinstance(found, Encoded) or found.problem.code == "data-lost"
+
+
 def convert_first(path: Path) -> None:
     row = next(iter(readers.read_file(path)))
     if isinstance(row, BadRow):
@@ -187,6 +235,13 @@ def write(example: dict[str, Any], path: Path) -> Path:
     else:
         path.write_text(json.dumps([example] if path.suffix == ".json" else example) + "\n")
     return path
+
+
+def test_example_of_millions_of_tokens_is_refused_by_default(tmp_path, commands) -> None:
+    """A tokenizer takes 450 bytes of memory for each token: 10 MB of text took 4.5 GB."""
+    path = write({"text": "a " * 5_000_000}, tmp_path / "data.jsonl")
+    ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
+    assert not ended.wrong and ended.code == 2 and "data.max_example_bytes: 8388608" in ended.said, ended
 
 
 def test_csv_of_very_many_columns_is_refused(tmp_path, commands) -> None:

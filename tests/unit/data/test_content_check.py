@@ -197,9 +197,8 @@ def test_nothing_is_missed_in_chats_that_bundled_templates_render_whole(name: st
         assert isinstance(found, encoding.Encoded), found
 
 
-@pytest.mark.soak
-def test_search_time_is_linear_in_the_number_of_turns() -> None:
-    """The slow search of a chat with 4,000 turns, all of whose reasoning is left out, ends in a moment."""
+def test_search_ends_after_enough_missing_parts_of_a_kind() -> None:
+    """The reasoning of 4,000 turns is left out. A search for each takes quadratic time."""
     parts, text = [], ""
     for number in range(4000):
         parts += [
@@ -207,7 +206,12 @@ def test_search_time_is_linear_in_the_number_of_turns() -> None:
             content_check.Part("assistant", f"answer {number} of a long chat", number),
         ]
         text += f"<|im_start|>assistant\nanswer {number} of a long chat<|im_end|>\n"
-    assert len(content_check.find_missing(parts, text)) == 4000
+    missing = content_check.find_missing(parts, text)
+    assert len(missing) <= 2 * content_check.ENOUGH
+    assert all(part.kind == "reasoning" for part in missing)
+    of_user = content_check.Part("user", "What comes after the reasoning?", 4000)
+    last = content_check.Part("reasoning", "a thought of the last turn", 4001)
+    assert last in content_check.find_missing([*parts, of_user, last], text + of_user.text)
 
 
 def test_a_text_of_many_spaces_takes_no_place_from_a_longer_one() -> None:
