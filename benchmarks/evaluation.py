@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from finetune.evaluation import verdicts
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "evaluation.json"
 SETS = {
@@ -250,7 +252,7 @@ def main() -> None:
 def real_table(results: dict[str, Any]) -> str:
     """Base against tuned of a real model on two real sets, with what it forgot."""
     head = [
-        "| trained on | asked | examples | base model | fine-tuned model | difference, 95% | |",
+        "| trained on | asked | examples | base model | fine-tuned model | change (95% CI) | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
     lines = []
@@ -261,7 +263,10 @@ def real_table(results: dict[str, Any]) -> str:
             if found["base"]
             else []
         )
-        rows += [(f"{task} {one['main']}", one["main"], one) for task, one in found["tasks"].items()]
+        rows += [
+            (verdicts.titled(f"{task} {one['main']}"), one["main"], one)
+            for task, one in found["tasks"].items()
+        ]
         for asked, key, one in rows:
             if asked.endswith("_choice acc"):
                 continue  # of the speed part
@@ -275,7 +280,11 @@ def real_table(results: dict[str, Any]) -> str:
                     *(change[x] for x in ("value", "low", "high")),
                 )
             )
-            word = "no significant difference" if change["verdict"] == "same" else change["verdict"]
+            better = (one.get("higher_is_better") or {}).get(
+                key
+            )  # this file is older than the key in `change`
+            forgetting = bool(one.get("forgetting"))
+            word = verdicts.shown_word(change | {"higher_is_better": better}, key, forgetting=forgetting)
             said = f"{value} ({low} to {high}) | {word}"
             lines.append(f"| {title} | {asked} | {change['rows']} | {base} | {tuned} | {said} |")
     return "\n".join([*head, *lines])

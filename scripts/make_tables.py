@@ -167,7 +167,7 @@ def highlights(measured: dict[str, Any]) -> str:
     near = f"{sum(error <= 0.10 for error in plans)} of {len(plans) + missed}"
     types = len(json_schema()["properties"]["adapter"]["discriminator"]["mapping"])
     offloaded = (
-        "GPU memory of this training in place of {:.1f} GiB, with offloaded activations, at {:,.0f} tokens/s"
+        "GPU memory of the same training with offloaded activations (without: {:.1f} GiB), {:,.0f} tokens/s"
     )
     fast, small = measured["peers"]["lora-fp8"], gpu["lora-fp8-mlp-small"]
     rows = [
@@ -196,7 +196,7 @@ def highlights(measured: dict[str, Any]) -> str:
 def ablation(found: dict[str, Any]) -> str:
     """Return some optimizations of the quickstart's ablation, and the speedup of the whole stack."""
     unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU second"}[found["rate"]]
-    lines = ["optimization     alone        stacked      loss      status"]
+    lines = ["optimization     alone        stacked      validation loss  status"]
     for row in [row for row in found["optimizations"] if row["name"] in OPTIMIZATIONS]:
         cells = [
             f"{row[how]['speedup']:.2f} ±{row[how]['noise']:.2f}" if row.get(how) else "-"
@@ -204,9 +204,9 @@ def ablation(found: dict[str, Any]) -> str:
         ]
         scored = row.get("stacked") or row.get("alone") or {}
         held_out = f"{scored['held_out']:.4f}" if scored.get("held_out") else "-"
-        cells += [held_out.ljust(9), f"{row['status']}: {row['why']}"]
+        cells += [held_out.ljust(16), f"{row['status']}: {row['why']}"]
         lines.append(f"{row['name']:<17}" + " ".join([f"{cells[0]:<12}", f"{cells[1]:<12}", *cells[2:]]))
-    end = f"The numbers compare {unit} with the baseline. Noise explains the part after ±. "
+    end = f"Speed is in {unit}. Alone: the baseline is 1. Stacked: the stack before is 1. ± is the noise. "
     if found["as_is"]:
         own = found["as_is"][found["rate"]] / found["baseline"][found["rate"]]
         end += f"The unchanged recipe trains {own:.2f} times as fast as the baseline. "

@@ -137,7 +137,7 @@ def count_trainable(model: torch.nn.Module, checks: RunChecks) -> None:
     total += sum(prod(by.shape) - values.numel() for values, by in stacked_experts.all_of(model))
     checks.add(
         "trainable parameters",
-        expected="> 0",
+        expected="at least one",
         actual=f"{count:,} of {total:,} ({count / total:.2%})",
         how="parameters with requires_grad",
         ok=count > 0,

@@ -24,7 +24,7 @@ ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def ablate(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what each optimization gains on a recipe."""
+    """Measure the speed and memory that each optimization gains."""
     with located(load(options)):
         from finetune.experiments.ablation import ablation, optimizations
 

@@ -64,7 +64,7 @@ def counted(recipe: str, *, quiet: bool) -> Iterator[None]:
             errors, them = ("errors", "them") if count > 1 else ("error", "it")
             again = command("check", recipe)
             error.add_note(f"{count} {errors}; nothing was started. Correct {them}, then run: {again}")
-            error.add_note(f"more about [{code}]: {command('explain', code)}")
+            error.add_note(f"more about a code in brackets: {command('explain', code)}")
         raise
 
 

@@ -26,7 +26,7 @@ PUBLISH: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def publish(options: argparse.Namespace) -> dict[str, Any]:
-    """Upload the weights and results to the Hub (private by default)."""
+    """Upload a run's result to the Hugging Face Hub. Private by default."""
     from finetune.core.console import Console
     from finetune.export import publishing
 

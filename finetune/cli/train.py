@@ -48,7 +48,7 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a recipe, save the weights, and evaluate them."""
+    """Train a recipe. Write a run: a folder with weights and evaluation."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.export import after_training
     from finetune.launch import launcher

@@ -19,7 +19,7 @@ import errno
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
@@ -103,16 +103,29 @@ class Problem:
 
 
 class UserError(Exception):
-    """All problems found at one point, raised together."""
+    """All problems found at one point, raised together, in the order of `by_line`."""
 
     def __init__(self, *said: Problem | str, code: Exit = Exit.INPUT) -> None:
-        problems = tuple(_printed(p) if isinstance(p, str) else p for p in said[:MOST_PROBLEMS])
+        parsed = [_printed(p) if isinstance(p, str) else p for p in said]
+        problems = tuple(by_line(parsed)[:MOST_PROBLEMS])
         if more := len(said) - len(problems):
             last, what = problems[-1], f"{more:,} more problems are not shown"
             problems += (Problem(what, last.key, last.where, code=last.code),)
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
         self.code = code
+
+
+def by_line(problems: Sequence[Problem]) -> list[Problem]:
+    """Order problems by file and line. Files keep their order, and problems without a line come last."""
+    places = [_PLACE.fullmatch(problem.where) for problem in problems]
+    files = list(dict.fromkeys(place[1] for place in places if place))
+
+    def position(index: int) -> tuple[int, int, int]:
+        place = places[index]
+        return (files.index(place[1]), int(place[2]), int(place[3])) if place else (len(files), 0, 0)
+
+    return [problems[index] for index in sorted(range(len(problems)), key=position)]
 
 
 def _printed(text: str) -> Problem:

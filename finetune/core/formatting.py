@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -61,6 +61,11 @@ def percent(value: float) -> str:
 def points(value: float) -> str:
     """Format a difference of two shares in percentage points, without its unit."""
     return f"{100 * value:.1f}"
+
+
+def signed(value: float, text: Callable[[float], str]) -> str:
+    """Format a change with its sign, by a function that formats its amount."""
+    return ("+" if value >= 0 else "-") + text(abs(value)) if math.isfinite(value) else "?"
 
 
 def as_yaml(value: object) -> str:

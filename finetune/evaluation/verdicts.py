@@ -30,6 +30,10 @@ TITLES = {
     MIXED: "Better in some measures, worse in others",
     UNKNOWN: "Not enough data to compare with the base model",
 }
+FORGETTING = {NO_DIFFERENCE: "no significant change", NEGLIGIBLE: "negligible change"}
+"""Words of the forgetting check, which has no `better` and `worse`."""
+LEGEND = "Losses are in nats per token. 95% CI: range of the change on new examples, with 95% confidence."
+"""What outputs say below the scores."""
 OVERFITTING = "Answers are better, loss is worse: check for overfitting"
 WORSE_ANSWERS = "Loss is better, answers are worse: read the samples"
 NO_ANSWER = "Loss is better, but no answer is correct yet"
@@ -90,8 +94,23 @@ def family(result: dict[str, Any]) -> list[Measure]:
 
 
 def titled(name: str) -> str:
-    """Return the name of a task or measure for people: `general text loss` for `general_text loss`."""
-    return name.replace(GENERAL, "general text") if name.split(" ")[0] == GENERAL else name
+    """Return the name of a task or measure for people: `loss on general text` for `general_text loss`."""
+    task, _, metric = name.partition(" ")
+    if task != GENERAL:
+        return name
+    return f"{metric} on general text" if metric else "general text"
+
+
+def shown_word(change: dict[str, Any], metric: str, *, forgetting: bool) -> str:
+    """Return the word of a measure for people. The forgetting check says what was measured: `lower loss`."""
+    word = current_word(str(change.get("verdict", "")))
+    if not forgetting or word not in (BETTER, WORSE):
+        return FORGETTING.get(word, word) if forgetting else word
+    return f"{_direction(change, word)} {'loss' if metric == 'loss' else 'score'}"
+
+
+def _direction(change: dict[str, Any], word: str) -> str:
+    return "higher" if (word == BETTER) == bool(change.get("higher_is_better")) else "lower"
 
 
 def decide(differences: list[dict[str, Any]], least: dict[str, float]) -> None:
@@ -131,14 +150,15 @@ def judge(measures: list[Measure]) -> dict[str, Any]:
     forgot = [each.name.rpartition(" ")[0] for each in measures if each.forgetting and each.word == WORSE]
     deciding = [each for each in measures if not each.forgetting and each.word]
     word, title = _whole(deciding)
-    kept = ", ".join(described(each) for each in measures if each.forgetting)
+    kept = "; ".join(described_forgetting(each) for each in measures if each.forgetting)
     why = ", ".join(described(each) for each in measures if not each.forgetting)
-    why = "; ".join(filter(None, [why, f"forgetting check: {kept}" if kept else ""]))
     if not deciding:
         missing = "the run has no validation set and no task: set data.validation or eval.tasks"
         why += f"{'; ' * bool(why)}{missing}"
     elif word == UNKNOWN:
         why += "; use a larger validation set (data.validation, data.validation_fraction)"
+    if kept:
+        why += f"{'. ' * bool(why)}Forgetting check: {kept}"
     return {"word": word, "title": title, "why": why, "forgot": forgot}
 
 
@@ -163,28 +183,53 @@ def _whole(deciding: list[Measure]) -> tuple[str, str]:
 
 
 def described(measure: Measure) -> str:
-    """Return `exact match 29.0% -> 22.0% (no significant difference; 100 examples can detect ...)`."""
-    scores, metric, change = measure.scores, measure.metric, measure.change
-    share = formatting.is_share(metric, scores["base"], scores["tuned"])
-    before, after = (formatting.number(scores[side][metric], share=share) for side in ("base", "tuned"))
-    text = f"{titled(measure.name)} {before} -> {after}"
-    if not measure.word:
-        return text
-    more = ""
+    """Return `exact match 29.0% -> 22.0% (no significant difference; with 100 examples, ...)`."""
+    text = f"{titled(measure.name)} {_values(measure)}"
+    return f"{text} ({measure.word}{_limits(measure)})" if measure.word else text
+
+
+def described_forgetting(measure: Measure) -> str:
+    """Return `loss on general text is lower than the base model's (2.31 -> 2.28, 95% CI ...)`."""
+    change, word = measure.change, measure.word
+    text, name = _values(measure), titled(measure.name)
+    if change.get("low") is not None and change.get("high") is not None:
+        low, high = (_changed(measure, change[end]) for end in ("low", "high"))
+        unit = " points" if _is_share(measure) else ""
+        text += f", 95% CI {low} to {high}{unit}"
+    inside = f"({text}{_limits(measure)})"
+    if word in (BETTER, WORSE):
+        return f"{name} is {_direction(change, word)} than the base model's {inside}"
+    return f"{FORGETTING.get(word, word)}: {name} {inside}".removeprefix(": ")
+
+
+def _is_share(measure: Measure) -> bool:
+    return formatting.is_share(measure.metric, measure.scores["base"], measure.scores["tuned"])
+
+
+def _values(measure: Measure) -> str:
+    """Return the scores of the base model and the fine-tuned model: `29.0% -> 22.0%`."""
+    sides = (measure.scores[side][measure.metric] for side in ("base", "tuned"))
+    return " -> ".join(formatting.number(value, share=_is_share(measure)) for value in sides)
+
+
+def _changed(measure: Measure, value: float) -> str:
+    return formatting.signed(value, formatting.points if _is_share(measure) else formatting.figure)
+
+
+def _limits(measure: Measure) -> str:
+    """Return which difference the examples can show, or how many examples a test needs."""
+    change = measure.change
     if measure.word == NO_DIFFERENCE and math.isfinite(change.get("detectable", math.inf)):
-        least = points(change["detectable"]) if share else f"{change['detectable']:.2g}"
-        more = f"; {change['examples']:,} examples can detect a difference of {least}"
-    elif measure.word == TOO_FEW and "needed" in change:
+        least = f"{change['detectable']:.2g}"
+        if _is_share(measure):
+            least = f"{formatting.points(change['detectable'])} points"
+        return f"; with {change['examples']:,} examples, a difference below {least} can go unnoticed"
+    if measure.word == TOO_FEW and "needed" in change:
         count = f"{change['distinct']}"
         if change["distinct"] >= change["needed"]:  # a few long examples hold most of the tokens
             count += f", which weigh as much as {change['freedom'] + 1:.0f}"
-        more = f": {count}; a test needs {change['needed']}"
-    return f"{text} ({measure.word}{more})"
-
-
-def points(value: float) -> str:
-    """Format a difference of two shares."""
-    return f"{100 * value:.1f} points"
+        return f": {count}; a test needs {change['needed']}"
+    return ""
 
 
 def title(said: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from finetune.run_folder.run_folder import RunFolder
 # Values that --max-lora-rank accepts
 # The number of a repeated file name, from `published_text.numbered`
 _NUMBER = re.compile(r" \(\d+\)$")
-HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
+HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "ended its answer itself"}
 Table = list[tuple[Any, ...]]
 
 
@@ -154,10 +154,11 @@ def _result(data: str, title: str, metric: str, value: float, said: str) -> Eval
 
 
 def _beside(results: dict[str, Any], metric: str | None) -> str:
-    """Format the base model's score as `base 1.9, difference -1.6 [-1.7, -1.5]`."""
-    said = f"base {figure(results.get('base', {}).get(metric))}"
-    difference = interval(results.get("difference", {}).get(metric))
-    return f"{said}, difference {difference}" if difference else said
+    """Format the base model's score as `base model 1.9, change -1.6 (95% CI -1.7 to -1.5)`."""
+    said = f"base model {figure(results.get('base', {}).get(metric))}"
+    forgetting = bool(results.get("forgetting"))
+    change = interval(results.get("difference", {}).get(metric), str(metric), forgetting=forgetting)
+    return f"{said}, change {change}" if change else said
 
 
 def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> str:
@@ -269,15 +270,14 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
     base, tuned = results.get("base", {}), results.get("tuned", {})
     for key, title in HELD_OUT.items():
         if tuned.get(key) is not None:
-            difference = interval(results.get("difference", {}).get(key))
+            difference = interval(results.get("difference", {}).get(key), key)
             rows.append((title, figure(base.get(key)), figure(tuned[key]), difference))
     for task, of in results.get("tasks", {}).items():
         for metric, value in of.get("tuned", {}).items():
             if not metric.endswith("_stderr"):
-                error = of["tuned"].get(f"{metric}_stderr")
-                shown = figure(value) + (f" ± {figure(error)}" if isinstance(error, float) else "")
                 before, difference = of.get("base", {}).get(metric), of.get("difference", {}).get(metric)
-                rows.append((f"{task}: {metric}", figure(before), shown, interval(difference)))
+                change = interval(difference, metric, forgetting=bool(of.get("forgetting")))
+                rows.append((f"{task}: {metric}", figure(before), figure(value), change))
     if not rows:
         return "The run has no validation set and no scores."
     settings = results.get("settings", {})
@@ -285,8 +285,8 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
     said = [f"Scores of the base model and the {of_merged} before the merge."] if of_merged else []
     said += [f"On {held_out} validation examples, with greedy search."] if held_out else []
     said += [f"Note: {markdown.plain(note)}." for note in settings.get("notes", [])]
-    columns = ("", "base", of_merged or "fine-tuned", "difference (95% CI)")
-    return "\n\n".join([*filter(None, [" ".join(said)]), markdown.table(columns, rows)])
+    columns = ("", "base model", of_merged or "fine-tuned model", "change (95% CI)")
+    return "\n\n".join([*filter(None, [" ".join(said)]), markdown.table(columns, rows), verdicts.LEGEND])
 
 
 def exported(reports: dict[str, Any]) -> list[str]:
@@ -329,9 +329,10 @@ def versions(run: RunFolder) -> str:
     return markdown.table(("package", "version"), [(name, text) for name, text in packages.items() if text])
 
 
-def interval(difference: object) -> str:
-    """Format a difference as `-1.6 [-1.7, -1.5] better`."""
-    if not isinstance(difference, dict):
+def interval(change: object, metric: str, *, forgetting: bool = False) -> str:
+    """Format a change as `-1.6 (95% CI -1.7 to -1.5) better`."""
+    if not isinstance(change, dict):
         return ""
-    low, high = figure(difference.get("low")), figure(difference.get("high"))
-    return f"{figure(difference.get('value'))} [{low}, {high}] {difference.get('verdict', '')}".strip()
+    value, low, high = (figure(change.get(part)) for part in ("value", "low", "high"))
+    word = verdicts.shown_word(change, metric, forgetting=forgetting)
+    return f"{value} (95% CI {low} to {high}) {word}".strip()

@@ -62,5 +62,5 @@ def _answers(said: ComparedAnswers) -> str:
 def _losses(said: ComparedLosses) -> str:
     if said.not_run:
         return f"not run: {said.not_run}"
-    both = f"{figure(said.runtime)}, in finetune {figure(said.finetune)}, allowed ±{said.tolerance:.2g}"
+    both = f"{figure(said.runtime)}, in finetune {figure(said.finetune)}, tolerance {said.tolerance:.2g}"
     return f"{both} (nats per token, {said.tokens:,} tokens)"

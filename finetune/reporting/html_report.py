@@ -20,6 +20,7 @@ from finetune.core.privacy import masked
 from finetune.core.visible_text import CONTINUED, visible_lines
 from finetune.data import preview
 from finetune.distributed import recorded_variables
+from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
 from finetune.reporting import exports, run_files, scores
 from finetune.reporting.plots import Curve, curves, smoothed
@@ -144,7 +145,12 @@ def headlines(run: Run) -> list[tuple[str, str, str]]:
         found.append(("training time", duration(seconds(run)), ""))
     if run.run_checks:
         ok = sum(bool(check["passed"]) for check in run.run_checks)
-        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", "settings that really ran"))
+        same = (
+            "the run used the planned settings"
+            if ok == len(run.run_checks)
+            else "the run differs from the plan"
+        )
+        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", same))
     return found
 
 
@@ -282,6 +288,7 @@ def render(run: Run, verdict: Verdict) -> str:
     command, needs = reproduce(run)
     given |= {"command": command, "needs": needs, "environment": environment(run)}
     given |= {"run_checks": sorted(run.run_checks, key=lambda r: bool(r["passed"]))}
+    given["legend"] = verdicts.LEGEND
     given["exports"] = [(exports.title(name, one), exports.lines(one)) for name, one in run.exports.items()]
     given |= {"facts": [], "remarks": [], "mix": []}
     if run.data:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +12,8 @@ from finetune.evaluation import verdicts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ERROR = " \N{PLUS-MINUS SIGN} "  # stands before a standard error
-NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
+NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "ended its answer itself"}
+MEANING = {"exact_match": "answers equal to the reference", "ended": "not cut off at the token limit"}
 KINDS = {
     verdicts.BETTER: "good",
     verdicts.NO_DIFFERENCE: "same",
@@ -32,6 +31,15 @@ class Verdict(NamedTuple):
     doubts: list[str]
 
 
+class Sides(NamedTuple):
+    """Scores of the base model and the fine-tuned model, and the difference of one metric."""
+
+    base: dict[str, Any]
+    tuned: dict[str, Any]
+    change: dict[str, Any] | None
+    forgetting: bool = False
+
+
 class Row(NamedTuple):
     """One metric of the base model and the fine-tuned model."""
 
@@ -42,7 +50,7 @@ class Row(NamedTuple):
     """Difference from the base model, with its sign."""
     interval: str
     verdict: str
-    """A word of `evaluation.verdicts`, or an empty string if the difference was not tested."""
+    """`verdicts.shown_word`, or an empty string if the difference was not tested."""
     note: str = ""
 
 
@@ -76,10 +84,8 @@ def headlines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows = [row for row in _held_out(found) if row.name != NAMES["ended"]]
     large = []
     for row in rows:
-        base, tuned = (side.partition(ERROR)[0] for side in (row.base, row.tuned))
-        change = f"change {row.change}, {row.interval}" if row.interval else ""
-        unit = ", nats per token" if row.name == NAMES["loss"] else ""
-        large.append((f"{row.name}{unit}", f"{base} \N{RIGHTWARDS ARROW} {tuned}", change))
+        change = f"change {row.change} ({row.interval})" if row.interval else ""
+        large.append((row.name, f"{row.base} \N{RIGHTWARDS ARROW} {row.tuned}", change))
     return large
 
 
@@ -103,7 +109,7 @@ def sources(found: dict[str, Any]) -> list[Row]:
         base, tuned = source.get("base") or {}, source.get("tuned") or {}
         change = (source.get("difference") or {}).get("loss")
         name, note = Path(str(source.get("source"))).name, f"{source.get('rows', 0):,} examples"
-        rows.append(_row(name, "loss", base, tuned, change, note))
+        rows.append(_row(name, "loss", Sides(base, tuned, change), note))
     return rows
 
 
@@ -111,8 +117,9 @@ def _held_out(found: dict[str, Any]) -> list[Row]:
     base, tuned, change = (found.get(key) or {} for key in ("base", "tuned", "difference"))
     known = [key for key in NAMES if base.get(key) is not None and tuned.get(key) is not None]
     rows = (found.get("settings") or {}).get("rows")
-    note = f"{rows:,} examples" if rows else ""
-    return [_row(NAMES[key], key, base, tuned, change.get(key), note) for key in known]
+    count = f"{rows:,} examples" if rows else ""
+    notes = {key: ", ".join(filter(None, [count, MEANING.get(key)])) for key in known}
+    return [_row(NAMES[key], key, Sides(base, tuned, change.get(key)), notes[key]) for key in known]
 
 
 def _task(name: str, task: dict[str, Any]) -> list[Row]:
@@ -121,43 +128,35 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
     main = task.get("main")
     metrics = [key for key in base if key in tuned and not key.endswith("_stderr") and base[key] is not None]
     metrics.sort(key=lambda key: key != main)
-    rows = f"{task['rows']:,} examples" if task.get("rows") else ""
+    what = "general texts, not your data" if name == verdicts.GENERAL else "examples"
+    rows = f"{task['rows']:,} {what}" if task.get("rows") else ""
     better = task.get("higher_is_better") or {}
     found = []
     for key in metrics:
         way = "" if key not in better else "higher is better" if better[key] else "lower is better"
         note = ", ".join(part for part in (rows, way) if part)
-        found.append(_row(f"{verdicts.titled(name)}: {key}", key, base, tuned, change.get(key), note))
+        title = verdicts.titled(f"{name} {key}") if name == verdicts.GENERAL else f"{name}: {key}"
+        sides = Sides(base, tuned, change.get(key), forgetting=bool(task.get("forgetting")))
+        found.append(_row(title, key, sides, note))
     return found
 
 
-def _row(
-    name: str,
-    key: str,
-    base: dict[str, Any],
-    tuned: dict[str, Any],
-    change: dict[str, Any] | None,
-    note: str,
-) -> Row:
+def _row(name: str, key: str, sides: Sides, note: str) -> Row:
+    base, tuned, change = sides.base, sides.tuned, sides.change
     text, by, unit = figure, figure, ""
     if formatting.is_share(key, base, tuned):
         text, by, unit = percent, points, " points"
-
-    def side(scores: dict[str, Any]) -> str:
-        error = scores.get(f"{key}_stderr")
-        said = "-" if scores.get(key) is None else text(scores[key])
-        return f"{said}{ERROR}{percent(error) if unit else figure(error, 2)}" if error else said
-
+    before, after = ("-" if scores.get(key) is None else text(scores[key]) for scores in (base, tuned))
     if change:
-        interval = f"95% CI {signed(change['low'], by)} to {signed(change['high'], by)}"
-        value = signed(change["value"], by) + unit
-        word = verdicts.current_word(str(change.get("verdict", "")))
-        return Row(name, side(base), side(tuned), value, interval, word, note)
+        interval = f"95% CI {_signed(change['low'], by)} to {_signed(change['high'], by)}"
+        value = _signed(change["value"], by) + unit
+        word = verdicts.shown_word(change, key, forgetting=sides.forgetting)
+        return Row(name, before, after, value, interval, word, note)
     known = base.get(key) is not None and tuned.get(key) is not None
-    value = signed(tuned[key] - base[key], by) + unit if known else ""
-    return Row(name, side(base), side(tuned), value, "", "", note)
+    value = _signed(tuned[key] - base[key], by) + unit if known else ""
+    return Row(name, before, after, value, "", "", note)
 
 
-def signed(value: float, text: Callable[[float], str]) -> str:
-    """Format a value with a plus or a typographic minus sign."""
-    return ("+" if value >= 0 else "\N{MINUS SIGN}") + text(abs(value)) if math.isfinite(value) else "?"
+def _signed(value: float, text: Callable[[float], str]) -> str:
+    """Format a change with a typographic minus sign."""
+    return formatting.signed(value, text).replace("-", "\N{MINUS SIGN}", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.batch_size import few_steps, short_of_peak
@@ -25,7 +26,12 @@ LABELS = {
     "speed.graphs": "CUDA graphs",
     "speed.fused": "fused adapters",
 }
-SAMPLE = {"reference": "reference", "base": "base", "fine-tuned": "tuned"}  # shown name -> key in eval.json
+SHOWN = 2  # samples on the terminal, so that a result fits on one screen; the report shows all
+SAMPLE = {
+    "reference": "reference",
+    "base model": "base",
+    "fine-tuned": "tuned",
+}  # shown name -> key in eval.json
 
 
 def show_plan(
@@ -92,33 +98,44 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
         for key, name in (
             ("loss", "validation loss"),
             ("exact_match", "exact match"),
-            ("ended", "emitted the end of turn"),
+            ("ended", "ended its answer itself"),
         )
         if result["base"].get(key) is not None
     ]
     if len(result["sources"]) > 1:
         rows += [_score_row(f"loss of {source['source']}", "loss", source) for source in result["sources"]]
     for name, task in result["tasks"].items():
-        title = verdicts.titled(name)
-        rows += [_score_row(f"{title} {metric}", metric, task) for metric in task["higher_is_better"]]
+        rows += [
+            _score_row(verdicts.titled(f"{name} {metric}"), metric, task)
+            for metric in task["higher_is_better"]
+        ]
     if rows:
-        columns = ("", "base", "fine-tuned", "difference (95% CI)", "verdict")
+        columns = ("measure", "base model", "fine-tuned", "change (95% CI)", "verdict")
         screen.table("result", columns, rows, wide=("verdict",))
+        _say_wrapped(screen, verdicts.LEGEND)
     screen.say(verdicts.title(result["verdict"]), style="bold")
-    screen.say(result["verdict"]["why"])
+    _say_wrapped(screen, result["verdict"]["why"])
     for note in result["settings"]["notes"]:
         screen.say(f"note: {note}")
-    for number, sample in enumerate(result["samples"], 1):
+    count = len(result["samples"])
+    for number, sample in enumerate(result["samples"][:SHOWN], 1):
         prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
+        right = sample["tuned"] == sample["reference"]
+        texts = {name: sample[key][:400] for name, key in SAMPLE.items()}
         rows = [
             ("prompt", prompt),
-            *((name, sample[key][:400]) for name, key in SAMPLE.items()),
+            *(texts | ({"fine-tuned": "equals the reference"} if right else {})).items(),
         ]
         screen.table(
-            f"validation example {number}",
+            f"validation example {number} of the {count} in the report",
             ("", ""),
             [line for name, text in rows for line in _lines_of(name, text)],
         )
+
+
+def _say_wrapped(screen: Console, text: str) -> None:
+    """Print a text in lines that end between words."""
+    screen.say(*textwrap.wrap(text, screen.console.width, break_long_words=False, break_on_hyphens=False))
 
 
 def _lines_of(name: str, text: str) -> list[tuple[str, str]]:
@@ -136,9 +153,11 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
     if found is None:
         numbers = [scores[side][key] for side in ("base", "tuned")]
         known = all(isinstance(one, int | float) for one in numbers)
-        return name, base, tuned, f"{text(numbers[1] - numbers[0])}{unit}" if known else "", ""
-    low, value, high = (text(found[part]) for part in ("low", "value", "high"))
-    return name, base, tuned, f"{value}{unit} ({low} to {high})", found.get("verdict", "")
+        value = f"{formatting.signed(numbers[1] - numbers[0], text)}{unit}" if known else ""
+        return name, base, tuned, value, "not tested"
+    low, value, high = (formatting.signed(found[part], text) for part in ("low", "value", "high"))
+    word = verdicts.shown_word(found, key, forgetting=bool(scores.get("forgetting"))) or "not tested"
+    return name, base, tuned, f"{value}{unit} ({low} to {high})", word
 
 
 def show_next(screen: Console, folder: RunFolder) -> None:

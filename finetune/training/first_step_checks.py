@@ -172,7 +172,9 @@ class FirstStep(TrainerCallback):
     def _check_labels(self) -> None:
         """Check that the step has labels, on all ranks together, because one rank's part may have none."""
         step, labels = f"step {self.first}", sum(collectives.gathered(self.loss_tokens))
-        self.checks.add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
+        self.checks.add(
+            f"loss tokens in {step}", "at least one", labels, "labels of all ranks", ok=labels > 0
+        )
         if weight := sum(collectives.gathered(self.loss_weight)):
             how, ok = (
                 "of all ranks, scaled to the number of labels",

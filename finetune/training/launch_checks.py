@@ -238,7 +238,7 @@ class PreparedModelChecks(TrainerCallback):
         plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
         self.checks.add(
             "fp8 layers",
-            expected="> 0",
+            expected="at least one layer",
             actual=f"{len(converted)} {own} layers, {len(plain)} plain",
             how="modules of the prepared model",
             ok=bool(converted),

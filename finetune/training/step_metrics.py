@@ -48,6 +48,7 @@ class Metrics(TrainerCallback):
     ) -> None:
         self.idle_since = time.perf_counter()
         self.logged_at = self.idle_since - self.elapsed
+        self.screen.say("training (losses in nats per token)")
         self.screen.start(state.max_steps, state.global_step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def add_data_checks(
     without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
     ok = without <= allowed * report.kept  # as audited
     checks.add(
-        "end of turn trained",
+        "end-of-turn token trained",
         expected=f"{report.kept} examples",
         actual=f"{report.kept - without} examples",
         how="examples of the prepared data whose last trained token ends the turn",

@@ -110,7 +110,7 @@ def add_moved_check(before: dict[str, str], adapted: torch.nn.Module, steps: int
     long = steps >= 4
     checks.add(
         "trained weights changed",
-        expected="some of each kind" if long else "some",
+        expected="at least one tensor of each kind" if long else "at least one tensor",
         actual=actual,
         how="hash of every trainable tensor, before and after",
         ok=(all if long else any)(moved[name] for name in totals),
@@ -167,7 +167,7 @@ def add_file_checks(folder: RunFolder, live: Live, steps: int, checks: RunChecks
     how, code = "adapter_model.safetensors", Exit.ARTIFACT
     checks.add(
         "saved file",
-        expected="tensors, none empty, no trained one zero",
+        expected="no empty tensor, no trained tensor of zeros",
         actual=f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero",
         how=how,
         ok=ok,

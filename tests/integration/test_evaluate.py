@@ -51,7 +51,7 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
     same = run.read("eval.json")
     assert same["verdict"]["word"] == verdicts.NO_DIFFERENCE and same["difference"]["loss"]["value"] == 0.0
     assert same["difference"]["loss"]["verdict"] == verdicts.NEGLIGIBLE
-    assert "30 examples can detect a difference of" in same["verdict"]["why"]
+    assert "with 30 examples, a difference below" in same["verdict"]["why"]
 
 
 def test_what_is_over_1_is_no_share() -> None:

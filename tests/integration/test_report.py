@@ -165,8 +165,8 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         "−1.5 (95% CI −1.6 to −1.4) ✓ better",  # noqa: RUF001 (a real minus)
         "arith: acc",
         "Forgetting check",
-        "general text: loss",
-        "✗ worse",
+        "loss on general text",
+        "✗ higher loss",
         "Validation loss by source",
         "Samples side by side",
         "highest loss of the fine-tuned model",
@@ -206,7 +206,7 @@ def test_the_page_has_the_serving_check_of_each_export(folder: RunFolder) -> Non
     folder.write("export.json", {"export-gguf-q8_0": shown, NASTY: {"target": "mlx"}})
     said = Page(html_report.run(folder.path)[0]).said()
     assert "gguf, q8_0 (export-gguf-q8_0)" in said and "50 prompts, 0 differ" in said
-    assert "0.3151, in finetune 0.3142, allowed ±0.1" in said and "<script>" in said
+    assert "0.3151, in finetune 0.3142, tolerance 0.1" in said and "<script>" in said
     (folder.path / "export.json").write_text("{")
     assert "the report can't show the exports" in Page(html_report.run(folder.path)[0]).said()
 
@@ -460,4 +460,4 @@ def test_each_figure_has_a_unit_or_none_to_have(folder: RunFolder) -> None:
     page = page_of(folder)
     assert "loss, nats per token" in page.said()
     minus = "\N{MINUS SIGN}"
-    assert f"change {minus}1.5, 95% CI {minus}1.6 to {minus}1.4" in page.said()
+    assert f"change {minus}1.5 (95% CI {minus}1.6 to {minus}1.4)" in page.said()

@@ -18,27 +18,33 @@ from finetune.hardware.detection import Hardware
 from finetune.recipe.schema import Recipe
 from finetune.reporting import plots
 
+ALONE, STACKED = "speed alone, ratio", "speed stacked, ratio"
+MFU, TRAINING_LOSS, FIRST_STEP = "MFU", "training loss, nats", "first step, s"
+LEGEND = (
+    "Speed ratios: alone, the baseline is 1; stacked, the stack before is 1. ± is the noise. "
+    "Losses are in nats per token."
+)
 PAGE = Path(__file__).with_name("ablation.html.jinja")
 LAUNCH = "launch.yaml"  # next to best.yaml
 NOTES = (
-    "Alone: the speed of one optimization divided by the speed of the baseline, or of the optimizations "
-    "that it builds on. Stacked: its speed divided by the speed of the stack before it, from interleaved "
-    "runs. Tokens exclude padding. The speed of a run is the median of its steps after the warm-up. "
-    "The speed of an optimization is the median of its runs. One run is enough if the difference is "
-    "clear. GiB is the peak of the allocator, or on a CPU the size of the process after a step. Loss is "
-    "the mean of the last two steps. Loss cost is the increase of the validation loss over the baseline, "
-    "on the same examples, with its 95% interval. A gain counts if it exceeds twice its standard error. "
-    "The spread of repeated runs, pooled over all variants, gives the standard error. `loss_band` limits "
-    "the distance between two loss curves. On a CPU that is busy with other work, speed is tokens per CPU "
-    "second."
+    "Speed alone: the speed of one optimization divided by the speed of the baseline, or of the "
+    "optimizations that it builds on. Speed stacked: its speed divided by the speed of the stack before "
+    "it, from interleaved runs. Tokens exclude padding. The speed of a run is the median of its steps "
+    "after the warm-up. The speed of an optimization is the median of its runs. One run is enough if the "
+    "difference is clear. Memory is the peak of the allocator, or on a CPU the size of the process after "
+    "a step. The training loss is the mean of the last two steps. Losses are in nats per token. The "
+    "change of the validation loss is from the baseline, on the same examples. A gain counts if it "
+    "exceeds twice its standard error. The spread of repeated runs, pooled over all variants, gives the "
+    "standard error. `loss_band` limits the distance between two loss curves. On a CPU that is busy with "
+    "other work, speed is tokens per CPU second."
 )
 
 
 def header(found: dict[str, Any]) -> list[str]:
     unit = measured_run.UNITS[found["rate"]]
-    losses = ("loss", "validation loss", "loss cost")
-    figures = ("alone", unit, "stacked", unit, "GiB", "MFU", *losses, "first step, s")
-    return ["optimization", *figures, "verdict"]
+    speeds = (ALONE, f"{unit} alone", STACKED, f"{unit} stacked")
+    losses = (TRAINING_LOSS, "validation loss, nats", "loss change (95% CI)")
+    return ["optimization", *speeds, "memory, GiB", MFU, *losses, FIRST_STEP, "verdict"]
 
 
 def cells(found: dict[str, Any]) -> list[list[str]]:
@@ -148,8 +154,11 @@ def page(found: dict[str, Any]) -> str:
     figures = [
         (f"speed / {'your recipe' if found['as_is'] else 'baseline'}", f"{stack[rate] / base[rate]:.2f}"),
         (measured_run.UNITS[found["rate"]], f"{stack[found['rate']]:,.0f}"),
-        ("GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
-        ("loss", f"{formatting.figure(base['loss'])} → {formatting.figure(stack['loss'])}"),
+        ("memory, GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
+        (
+            "training loss, nats per token",
+            f"{formatting.figure(base['loss'])} → {formatting.figure(stack['loss'])}",
+        ),
     ]
     machine = ", ".join(
         f"{name} {found['machine'][name]}" for name in ("hardware", "threads", "torch", "transformers")
@@ -196,12 +205,10 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
 
 
 def show(screen: Console, found: dict[str, Any], place: Path) -> None:
-    screen.table(
-        f"ablation of {found['recipe']}",
-        header(found),
-        cells(found),
-        wide=(measured_run.UNITS[found["rate"]], "MFU", "loss", "first step, s"),
-    )
+    unit = measured_run.UNITS[found["rate"]]
+    wide = (f"{unit} alone", f"{unit} stacked", MFU, TRAINING_LOSS, FIRST_STEP)
+    screen.table(f"ablation of {found['recipe']}", header(found), cells(found), wide=wide)
+    screen.say(LEGEND)
     screen.table("status of each optimization", ("optimization", "status", "why"), reasons(found))
     screen.say(
         "", f"{headline(found)}.", f"wrote {place}/ablation.md, ablation.svg, ablation.html, best.yaml"

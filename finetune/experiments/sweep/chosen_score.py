@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.evaluation import verdicts
+from finetune.core import formatting
 from finetune.run_folder.run_folder import RunFolder
 
 SPLITS = 200
@@ -90,7 +90,7 @@ def described(found: dict[str, Any]) -> str:
     chosen = f"The sweep chose the trial on the same {found['examples']:,} examples that give its score"
     if "fresh" in found:
         return f"{chosen}. Expect a loss of {found['fresh']:.4g} on new examples."
-    high = verdicts.points(found["optimism"])
+    high = f"{formatting.points(found['optimism'])} points"
     return (
         f"{chosen}. The best of {found['trials']} equally good trials scores about {high} too high. "
         "Evaluate it on new examples: finetune evaluate RUN data.validation=FILE."

@@ -34,6 +34,7 @@ PAGE = Path(__file__).with_name("sweep.html.jinja")
 BEST = "best.yaml"
 SURPLUS = "one more than was asked for"
 FEWEST = 4  # minimum of complete trials for importances
+OWN = " (the recipe's values)"
 SHOWN = 8  # best trials in the terminal table
 STATES = {
     "COMPLETE": "complete",
@@ -196,6 +197,12 @@ def label(recipe: Recipe) -> str:
     return "validation loss" if recipe.eval.metric_for_best_model == "loss" else "exact match"
 
 
+def column(recipe: Recipe) -> str:
+    """Return the header of the column of scores, with its unit."""
+    unit = "nats per token" if recipe.eval.metric_for_best_model == "loss" else "1 = all answers"
+    return f"{label(recipe)}, {unit}"
+
+
 def best_recipe(requested: SweepRequest, content: dict[str, Any], space: Space, rows: int | None) -> str:
     """Return the recipe with the best trial's values. A comment gives the source of each value.
 
@@ -273,12 +280,12 @@ def show(screen: Console, requested: SweepRequest, content: dict[str, Any]) -> N
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
     if rows:
         cells = [
-            [f"{row['number']}{' (own)' if row['own'] else ''}", figure(row["value"])]
+            [f"{row['number']}{OWN if row['own'] else ''}", figure(row["value"])]
             + [short(row["values"][key]) if key in row["values"] else "" for key in keys]
             for row in rows
         ]
         screen.say("", f"the best of {len(content['trials'])} trials ({counted(content)}):")
-        screen.table("", ("trial", label(recipe), *(key.partition(".")[2] for key in keys)), cells)
+        screen.table("", ("trial number", column(recipe), *keys), cells)
     if content["importances"]:
         decides = ", ".join(f"{key} {share:.0%}" for key, share in list(content["importances"].items())[:4])
         few = f" (a rough estimate from {content['counts']['complete']} trials)"
@@ -294,6 +301,12 @@ def page(requested: SweepRequest, content: dict[str, Any], drawn: dict[str, str]
     keys = list(dict.fromkeys(key for row in content["trials"] for key in row["values"]))
     spent = sum(row["seconds"] or 0.0 for row in content["trials"])
     given = {"content": content, "rows": rows, "keys": keys, "drawn": drawn, "label": label(recipe)}
-    given |= {"verdict": verdict(content, label(recipe)), "counted": counted(content), "spent": spent}
+    given |= {
+        "own": OWN,
+        "column": column(recipe),
+        "verdict": verdict(content, label(recipe)),
+        "counted": counted(content),
+        "spent": spent,
+    }
     given |= {"next": next_step(requested, content), "name": content["study"], "cell": short}
     return html_report.template(PAGE).render(given)

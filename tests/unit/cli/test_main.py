@@ -376,7 +376,7 @@ def test_failed_check_ends_with_the_number_of_errors_and_the_next_command(name, 
     words = [name, str(QUICKSTART), f"train.output_dir={tmp_path}/run"]
     assert main.main([*words, "adapter.type=lroa", "train.max_steps=-3"]) == 2
     *lines, last, more = capsys.readouterr().err.splitlines()
-    assert more == f"more about [adapter-type]: {command_lines.command('explain', 'adapter-type')}"
+    assert more == f"more about a code in brackets: {command_lines.command('explain', 'adapter-type')}"
     again = command_lines.command("check", str(QUICKSTART))
     assert last == f"2 errors; nothing was started. Correct them, then run: {again}"
     assert "  expected:  at least 1 step" in lines

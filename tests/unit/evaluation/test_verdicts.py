@@ -115,7 +115,7 @@ def test_no_difference_says_what_the_examples_could_show() -> None:
         evaluation(None, difference(base, tuned, higher_is_better=True), base_right=0.29)
     )
     assert found["word"] == NO_DIFFERENCE
-    assert "100 examples can detect a difference of 13." in found["why"]
+    assert "with 100 examples, a difference below 13." in found["why"]
 
 
 def test_too_few_examples_say_how_many_are_needed() -> None:
@@ -139,7 +139,7 @@ def test_forgetting_does_not_decide_and_is_named() -> None:
     found = verdicts.verdict(result)
     assert found["word"] == BETTER and found["forgot"] == ["kept"]
     assert verdicts.title(found) == "Better than the base model, but worse on general tasks"
-    assert "; forgetting check: kept " in verdicts.sentence(found)
+    assert ". Forgetting check: kept acc is lower than the base model's (" in verdicts.sentence(found)
     slight = evaluation({**FELL}, kept=task(change(-3.6e-7, 1e-9, "score"), forgetting=True))
     assert verdicts.verdict(slight)["forgot"] == []
 
@@ -167,3 +167,38 @@ def test_equal_examples_share_a_group() -> None:
     assert results.equal_examples([text("a"), text("b"), text("a")]) == [0, 1, 0]
     assert results.equal_examples([pair("a", "1"), pair("b", "1"), pair("a", "2")]) == [0, 1, 0]
     assert results.equal_examples([pair("a", "1"), pair("a", "2"), pair("a", "1")]) == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("found", "word", "said"),
+    [
+        (
+            change(-0.03, 1e-9),
+            "lower loss",
+            "loss on general text is lower than the base model's (1 -> 0.97, 95% CI",
+        ),
+        (
+            change(0.5, 1e-9),
+            "higher loss",
+            "loss on general text is higher than the base model's (1 -> 1.5, 95% CI",
+        ),
+        (
+            change(0.02, 0.5),
+            "no significant change",
+            "no significant change: loss on general text (1 -> 1.02,",
+        ),
+        (
+            change(0.001, 1e-9, low=0.0, high=0.002),
+            "negligible change",
+            "negligible change: loss on general text (1 ->",
+        ),
+        (change(0.5, None), TOO_FEW, "too few examples: loss on general text (1 -> 1.5,"),
+    ],
+)
+def test_forgetting_check_says_what_was_measured(found: dict[str, Any], word: str, said: str) -> None:
+    """A lower loss on general text is not called better, because the task is another one."""
+    sides = {"base": {"loss": 1.0}, "tuned": {"loss": 1.0 + found["value"]}, "difference": {"loss": found}}
+    result = evaluation({**FELL}, general_text={**sides, "main": "loss", "forgetting": True})
+    why = verdicts.verdict(result)["why"]
+    assert f". Forgetting check: {said}" in why, why
+    assert verdicts.shown_word(found, "loss", forgetting=True) == word

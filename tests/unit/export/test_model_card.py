@@ -86,7 +86,7 @@ def test_what_the_hub_reads(made) -> None:
     loss, accuracy = again.data.eval_results
     assert (loss.metric_type, loss.metric_value) == ("loss", 0.3)
     assert (accuracy.dataset_name, accuracy.metric_value) == ("arc", 0.5)
-    assert accuracy.metric_name == "acc (base 0.25, difference 0.25 [0.2, 0.3] better)"
+    assert accuracy.metric_name == "acc (base model 0.25, change 0.25 (95% CI 0.2 to 0.3) better)"
 
 
 def test_what_people_read(made) -> None:
@@ -95,8 +95,8 @@ def test_what_people_read(made) -> None:
     assert written.data.license == "other"
     assert "**Better than the base model, but worse on general tasks**: Validation loss fell" in text
     assert "from 1.9 to 0.3 | nats." in text
-    assert "| validation loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
-    assert "| arc: acc | 0.25 | 0.5 ± 0.02 | 0.25 [0.2, 0.3] better |" in text
+    assert "| validation loss | 1.9 | 0.3 | -1.6 (95% CI -1.7 to -1.5) better |" in text
+    assert "| arc: acc | 0.25 | 0.5 | 0.25 (95% CI 0.2 to 0.3) better |" in text
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
     assert 'PeftModel.from_pretrained(base, "org/tuned")' in text
     assert "--enable-lora --max-lora-rank 16 --lora-modules tuned=org/tuned" in text
@@ -139,7 +139,7 @@ def test_a_model_needs_no_base(made) -> None:
 def test_a_merge_without_scores_shows_the_adapter_s_as_such(made) -> None:
     written = made("merged", RESULTS, base="org/base", merge={"quantized": None, "scores": {}})
     assert (
-        "| base | adapter |" in written.text
+        "| base model | adapter |" in written.text
         and "Scores of the base model and the adapter before the merge" in written.text
     )
     assert (
@@ -147,7 +147,7 @@ def test_a_merge_without_scores_shows_the_adapter_s_as_such(made) -> None:
         and "torchao" not in written.text
     )
     for result in written.data.eval_results:
-        assert "of the adapter before merging (base" in result.metric_name
+        assert "of the adapter before merging (base model" in result.metric_name
 
 
 def test_quantized_weights_have_scores_of_their_own(made) -> None:
