@@ -51,7 +51,7 @@ RANK_0_FIRST = 3  # seconds
 DESCRIPTION = "Fine-tune a language model. A recipe is a YAML file: model, data and training."
 FIRST_STEPS = """\
 First steps:
-  finetune train quickstart                         train a shipped recipe, no GPU
+  finetune train quickstart                         train a shipped recipe (CPU)
   finetune init                                     write your own recipe
   finetune train my.yaml train.learning_rate=1e-4   change a key of a recipe
   finetune COMMAND --help                           options of a command"""

@@ -68,7 +68,7 @@ def test_what_is_over_1_is_no_share() -> None:
     found = verdicts.verdict({**nothing, "tasks": {"squad": task}})
     assert found["why"] == "squad f1 84.6 -> 85.3 (better)"
     row = terminal._score_row("squad f1", "f1", task)
-    assert row[1:4] == ("84.6", "85.3", "0.7 (0.1 to 1.2)")
+    assert row[1:4] == ("84.6", "85.3", "+0.7 (+0.1 to +1.2)")
 
 
 def test_too_few_rows_are_not_called_the_same(train, two_layers, tmp_path) -> None:
