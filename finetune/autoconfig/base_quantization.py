@@ -55,6 +55,8 @@ def choose_base(
         choice = choose_base(requested, adapter_type, precision, machine, against_fp8)
         if choice.value not in QUANTIZED:
             choice = choice._replace(reason=f"{choice.reason}; dequantized from {stored} while loading")
+        elif stored.keeps_experts(choice.value):
+            choice = choice._replace(reason=f"{choice.reason}; the experts stay in {stored}")
         return choice
     meant = adapter_types.find(adapter_type).storage
     storage = requested if requested in QUANTIZED else meant

@@ -59,6 +59,8 @@ OTHER_EXPERTS = (
     "aria_text", "beam", "deepseek_v4", "glm5_next", "gpt_oss", "hy_v4", "minimax_m3_vl_text", "muse_spark",
     "openai_privacy_filter", "llama4_text", "longcat_flash", "step3p5",
 )  # fmt: skip
+# Those of them whose quantized experts train without an adapter (speed.frozen_experts).
+FROZEN_EXPERTS = ("deepseek_v4", "gpt_oss")
 # A quantized stack of experts: the weights of a 4-bit block, and the divisor of a row's length, because a
 # word holds 8 weights of 4 bits.
 EXPERTS_BLOCK, EXPERTS_ROW = 64, 8
@@ -82,6 +84,8 @@ def experts_unsupported_reason(config: ModelConfig, shapes: Mapping[str, tuple[i
     if others or text.model_type in OTHER_EXPERTS:
         return f"the experts of {text.model_type} have their own forward pass"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    if act is None:
+        return f"the activation of {text.model_type}'s experts is not known"
     return "" if act in FUSED_ACTIVATIONS else f"the experts' activation is {act}"
 
 
@@ -92,14 +96,32 @@ def quantized_experts_unsupported_reason(config: ModelConfig, shapes: Mapping[st
         config: the config of the checkpoint.
         shapes: the shapes of the model's parameters, by name.
     """
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) and not stored_as_mxfp4(config):
         return "the checkpoint is quantized already, and holds the experts as they are"
+    return quantizing_unsupported_reason(config, shapes)
+
+
+def stored_as_mxfp4(config: ModelConfig) -> bool:
+    """Return whether a checkpoint is a gpt-oss with experts in mxfp4, which a quantized base model keeps."""
+    if config.get_text_config().model_type != "gpt_oss":  # the family that transformers reads in mxfp4
+        return False
+    declared = getattr(config, "quantization_config", None)
+    declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
+    return isinstance(declared, dict) and declared.get("quant_method") == "mxfp4"
+
+
+def quantizing_unsupported_reason(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why stacked experts with 16-bit weights can't be quantized; the empty string if they can."""
+    if config.get_text_config().model_type in FROZEN_EXPERTS:
+        return stacks_unsupported_reason(shapes)
     return experts_unsupported_reason(config, shapes) or stacks_unsupported_reason(shapes)
 
 
 def stacks_unsupported_reason(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return why stacks of these shapes can't be quantized; the empty string if they can."""
     sizes = [size for name, size in shapes.items() if name.endswith(STACKED) and len(size) == 3]
+    if not sizes:
+        return "the model has no stacked experts"
     if any(size[2] % EXPERTS_ROW or prod(size) % EXPERTS_BLOCK for size in sizes):
         return f"the experts' rows are not multiples of {EXPERTS_ROW}, or their sizes not of {EXPERTS_BLOCK}"
     return ""

@@ -25,6 +25,7 @@ from finetune.kernels.kernel_limits import (
     FP8_MULTIPLE,
     STACKED,
     quantized_experts_unsupported_reason,
+    stored_as_mxfp4,
 )
 from finetune.models import checkpoint_headers, direct_reads, module_lists
 from finetune.recipe import upstream_options
@@ -219,7 +220,10 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
     coded, stacks = 0.0, quantized_experts(found, storage)
     for experts, outputs, inputs in stacks:
         size = experts * outputs * inputs
-        coded += size / 2 + scales(size) if storage in FOUR_BIT else size + 4 * experts * outputs
+        if stored_as_mxfp4(found.config):  # 4 bits, and 8 bits for each 32 weights
+            coded += size / 2 + size / 32
+        else:
+            coded += size / 2 + scales(size) if storage in FOUR_BIT else size + 4 * experts * outputs
     for outputs, inputs in linear.values():
         size = outputs * inputs
         if storage == "fp8" and (outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE):

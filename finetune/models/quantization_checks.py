@@ -43,6 +43,11 @@ def experts(model: PreTrainedModel) -> str:
     """Say how many bytes of stacked experts are quantized, and how many are not."""
     held, whole = stacked_experts.sizes(model)
     said = f"; experts: {formatting.size(whole)} (in bf16) in {formatting.size(held)}" if whole else ""
+    said += (
+        ", in mxfp4 as stored"
+        if any(by.storage == "mxfp4" for _, by in stacked_experts.all_of(model))
+        else ""
+    )
     plain = module_names.of_experts(model)
     return said + (f"; {formatting.size(plain)} of experts are not quantized" if plain else "")
 

@@ -34,21 +34,28 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
         stored: the quantization of a checkpoint that is already quantized.
         storage: the choice for this model: fp8, nf4 and so on, or fp32, bf16 or fp16.
     """
+    mxfp4 = bool(stored) and stored.keeps_experts(storage)
     if storage == "fp8" or (stored and stored.storage == "fp8"):
         from finetune.quantization.fp8_loading import Fp8BaseConfig, check_checkpoint
 
-        check_checkpoint(config)
+        if not mxfp4:
+            check_checkpoint(config)
         stored_weights.forget(config)  # Fp8Linear loads these weights like those of an unquantized model
-        return {"quantization_config": Fp8BaseConfig(direct_reads.kept_modules(config))}
+        kept = direct_reads.kept_modules(config)
+        return {"quantization_config": Fp8BaseConfig(kept, mxfp4_experts=mxfp4)}
     if stored and not stored.trains:
         raise UserError(stored_weights.refusal(stored))
-    if stored:
+    if stored and mxfp4:
+        stored_weights.forget(config)
+    elif stored:
         own = {"bnb_4bit_compute_dtype": str(compute).removeprefix("torch.")} if stored.stays else {}
         stored_weights.complete(config, **(own or {"dequantize": True}))
         return {}
     if storage not in QUANTIZED:
         return {}
     quantized = _quantized(storage, compute, experts=bool(model_config.experts(config.get_text_config())))
+    if mxfp4:
+        quantized.mxfp4_experts = True
     key = "modules_to_not_convert" if storage == "torchao_int8" else "llm_int8_skip_modules"
     setattr(quantized, key, direct_reads.kept_modules(config))
     return {"quantization_config": quantized}

@@ -105,6 +105,13 @@ def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -
         ]
     resolved = expert_targets.resolve({**kind.defaults, **options, **kind.sets}, names, kind.peft)
     ranks = expert_targets.parameter_ranks(resolved.options, names) if kind.peft == "lora" else {}
+    if ranks and config.get_text_config().model_type in kernel_limits.FROZEN_EXPERTS:
+        what, fix = f"quantized experts of {names.family} train without an adapter", "all-linear"
+        fix, found = (
+            f"adapter.target_modules: {fix}, or model.quantization: none",
+            ", ".join(sorted(ranks)[:2]),
+        )
+        return [Problem(what, "adapter.target_modules", found=found, fix=fix, code="quantization")]
     largest = max(ranks.values(), default=0)
     if largest <= kernel_limits.MAX_EXPERTS_RANK:
         return []

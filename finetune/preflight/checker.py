@@ -244,7 +244,7 @@ def _model(recipe: Recipe) -> list[str]:
         stored = model_checks.check_stored(recipe, config)
         if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(recipe.model, config))):
             raise UserError(*slow)
-        said = [f"model.name: {stored_weights.describe(stored)}"] if stored else []
+        said = [f"model.name: {stored_weights.describe(stored, recipe)}"] if stored else []
         return [*said, *tokenizer_setup.check(recipe.model)]
     return [
         f"model.name: {on_the_hub(recipe.model.name)}; finetune checks its modules when it loads the model"

@@ -17,25 +17,35 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
-from finetune.quantization import stacked_experts
+from finetune.quantization import mxfp4_experts, stacked_experts
 
 FOUR_BIT, EIGHT_BIT = "finetune_bnb_4bit", "finetune_bnb_8bit"
 
 
 class FourBitConfig(BitsAndBytesConfig):
-    """bitsandbytes' config, for a model whose stacked experts are quantized to 4 bits, too."""
+    """bitsandbytes' config, for a model whose stacked experts are quantized to 4 bits, too.
 
-    def __init__(self, **options: object) -> None:
+    Args:
+        mxfp4_experts: whether the checkpoint holds the experts in mxfp4, which they keep.
+    """
+
+    def __init__(self, *, mxfp4_experts: bool = False, **options: object) -> None:
         super().__init__(**{**options, "load_in_4bit": True})
         self.quant_method: Any = FOUR_BIT
+        self.mxfp4_experts = mxfp4_experts
 
 
 class EightBitConfig(BitsAndBytesConfig):
-    """bitsandbytes' config, for a model whose stacked experts are quantized to int8, too."""
+    """bitsandbytes' config, for a model whose stacked experts are quantized to int8, too.
 
-    def __init__(self, **options: object) -> None:
+    Args:
+        mxfp4_experts: whether the checkpoint holds the experts in mxfp4, which they keep.
+    """
+
+    def __init__(self, *, mxfp4_experts: bool = False, **options: object) -> None:
         super().__init__(**{**options, "load_in_8bit": True})
         self.quant_method: Any = EIGHT_BIT
+        self.mxfp4_experts = mxfp4_experts
 
 
 def with_experts(quantizer: Any) -> Any:
@@ -50,6 +60,10 @@ def with_experts(quantizer: Any) -> Any:
 
         def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: object) -> bool:
             return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
+
+        def get_weight_conversions(self) -> Any:
+            kept = mxfp4_experts.conversions() if self.quantization_config.mxfp4_experts else []
+            return [*super().get_weight_conversions(), *kept]
 
         def get_quantize_ops(self) -> Any:
             config = self.quantization_config
@@ -82,7 +96,8 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             if name.endswith(stacked_experts.STACKED):
                 weight = value[0] if isinstance(value, list) else value
-                made[name] = stacked_experts.quantize(weight, self.storage)
+                kept = hasattr(weight, "dequantize_by")  # in mxfp4
+                made[name] = weight if kept else stacked_experts.quantize(weight, self.storage)
             else:
                 made |= self.linear.convert({name: value}, *args, **kwargs)
         return made

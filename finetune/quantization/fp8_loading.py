@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from finetune.core import upstream_private, weight_files
 from finetune.core.errors import Problem, UserError
 from finetune.kernels.ops import E4M3, quantize_rows
-from finetune.quantization import stacked_experts, stored_weights
+from finetune.quantization import mxfp4_experts, stacked_experts, stored_weights
 from finetune.quantization.fp8_linear import Fp8Linear, fits
 
 if TYPE_CHECKING:
@@ -42,11 +42,15 @@ class Fp8BaseConfig(QuantizationConfigMixin):
     Args:
         modules_to_not_convert: names of layers that keep their dtype. `None` means the output head and tied
             layers.
+        mxfp4_experts: whether the checkpoint holds the experts in mxfp4, which they keep.
     """
 
-    def __init__(self, modules_to_not_convert: list[str] | None = None, **_: object) -> None:
+    def __init__(
+        self, modules_to_not_convert: list[str] | None = None, *, mxfp4_experts: bool = False, **_: object
+    ) -> None:
         self.quant_method: Any = METHOD
         self.modules_to_not_convert = modules_to_not_convert
+        self.mxfp4_experts = mxfp4_experts
 
 
 class Fp8BaseQuantizer(HfQuantizer):
@@ -88,6 +92,9 @@ class Fp8BaseQuantizer(HfQuantizer):
         )
         return 1.0 if coded else float(param.element_size())
 
+    def get_weight_conversions(self) -> Any:
+        return mxfp4_experts.conversions() if self.quantization_config.mxfp4_experts else []
+
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize()
 
@@ -124,7 +131,8 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             if name.endswith(stacked_experts.STACKED):
-                converted[name] = stacked_experts.quantize(value, "fp8")
+                kept = hasattr(value, "dequantize_by")  # in mxfp4
+                converted[name] = value if kept else stacked_experts.quantize(value, "fp8")
                 continue
             if name.endswith(SCALE):
                 layer = get_module_from_name(kwargs["model"], name)[0]

@@ -41,13 +41,20 @@ class Dequantize(nn.Module):
         storage: The value of `model.quantization`.
         shape: The shape of the weights [E, out, in].
         dtype: The dtype of the dequantized weights.
+        transposed: Whether the values are [E, out, in] for weights [E, in, out].
     """
 
     def __init__(
-        self, storage: str, shape: torch.Size, dtype: torch.dtype, scales: list[torch.Tensor]
+        self,
+        storage: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        scales: list[torch.Tensor],
+        *,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
-        self.storage, self.shape, self.dtype = storage, shape, dtype
+        self.storage, self.shape, self.dtype, self.transposed = storage, shape, dtype, transposed
         for name, scale in zip(("scale", "table"), scales, strict=False):
             self.register_buffer(name, scale, persistent=False)
 
@@ -69,15 +76,14 @@ class Dequantize(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return expert_ops.dequantize_experts(self.stored(values), None, True, self.dtype)
+            weight = expert_ops.dequantize_experts(self.stored(values), None, True, self.dtype)
+            return weight.transpose(1, 2) if self.transposed else weight
 
 
 def names(model: PreTrainedModel) -> set[str]:
     """Return the full names of the parameters that can be quantized."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if kernel_limits.experts_unsupported_reason(
-        model.config, shapes
-    ) or kernel_limits.stacks_unsupported_reason(shapes):
+    if kernel_limits.quantizing_unsupported_reason(model.config, shapes):
         return set()
     stacks = {name for name, shape in shapes.items() if len(shape) == 3 and name.endswith(STACKED)}
     # Set by transformers' decorator of experts, whose forward can be chosen

@@ -5,6 +5,7 @@ This module does not import torch, because `finetune check` calls the same funct
 - 4-bit and 8-bit weights of bitsandbytes stay quantized, and adapters train on them.
 - fp8, mxfp8 and mxfp4 weights are dequantized while they load. So are fp8 weights of compressed-tensors with
   a scale for each output.
+- mxfp4 experts stay as they are stored if the recipe asks for a quantized base model.
 - Other methods are not supported, because PEFT or the merge needs weights that their packages do not return.
 """
 
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core import pattern_time, quantization_values
 from finetune.core.errors import Problem
+from finetune.kernels import kernel_limits
+from finetune.kernels.kernel_limits import EXPERTS_STORAGES
 from finetune.recipe import adapter_rules, adapter_types, qat_rules
 from finetune.recipe.adapter_types import FOUR_BIT
 
@@ -44,6 +47,8 @@ class Stored(NamedTuple):
     """The equivalent value of `model.quantization`. Empty if there is none."""
     detail: str
     """Details from its config, such as `4 bits` or `blocks of 128 x 128`."""
+    mxfp4_experts: bool = False
+    """Whether it holds gpt-oss's experts in mxfp4, on which finetune can train as they are."""
 
     @property
     def stays(self) -> bool:
@@ -59,6 +64,10 @@ class Stored(NamedTuple):
         """Whether the weights are dequantized during loading."""
         return self.method in DEQUANTIZED or self.storage == "fp8"
 
+    def keeps_experts(self, storage: str) -> bool:
+        """Whether the experts stay as they are stored while the linear layers are quantized to `storage`."""
+        return self.mxfp4_experts and storage in EXPERTS_STORAGES
+
     def __str__(self) -> str:
         name = f"{self.storage} ({self.method})" if self.storage not in ("", self.method) else self.method
         return f"{name}, {self.detail}" if self.detail else name
@@ -70,7 +79,10 @@ def read(config: PreTrainedConfig | ModelConfig) -> Stored | None:
     Args:
         config: transformers' config of the model, config.json as attributes, or `None` if it is not known.
     """
-    return format_of(declaration(config))
+    stored = format_of(declaration(config))
+    if stored is None or config is None:
+        return stored
+    return stored._replace(mxfp4_experts=kernel_limits.stored_as_mxfp4(config))
 
 
 def format_of(declared: Mapping[str, Any]) -> Stored | None:
@@ -165,8 +177,11 @@ def _detail(declared: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def describe(stored: Stored) -> str:
+def describe(stored: Stored, recipe: Recipe) -> str:
     """Describe in one line how a checkpoint's weights are handled."""
+    requested, meant = recipe.model.quantization, adapter_types.find(recipe.adapter.type).storage
+    if stored.keeps_experts(storage := requested if requested in EXPERTS_STORAGES else meant):
+        return f"the experts stay as the checkpoint stores them, in {stored}; linear layers get {storage}"
     if stored.stays:
         return f"the base model keeps its quantization: {stored}"
     return f"the base model is stored in {stored}, and finetune dequantizes it while it loads"
@@ -190,7 +205,9 @@ def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
     meant, found = adapter_types.find(name).storage, str(stored)
     if not stored.trains:
         return [refusal(stored)]
-    if requested not in ("auto", stored.storage) and not (requested == "none" and stored.dequantizes):
+    kept = stored.keeps_experts(requested if requested in EXPERTS_STORAGES else meant)
+    allowed = kept or requested in ("auto", stored.storage) or (requested == "none" and stored.dequantizes)
+    if not allowed:
         return [
             Problem(
                 f"the checkpoint is stored in {stored} already ({DECLARED})",
@@ -201,7 +218,7 @@ def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
                 code="quantization",
             )
         ]
-    if stored.dequantizes and meant:
+    if stored.dequantizes and meant and not kept:
         return [
             Problem(
                 f"{name} needs a base model that is not quantized yet, to quantize it to {meant}",

@@ -33,8 +33,9 @@ from finetune.kernels.kernel_limits import MAX_EXPERTS_RANK, STACKED
 from finetune.kernels.ops import ACTIVATIONS
 from finetune.models import module_names
 from finetune.quantization import stacked_experts
-from finetune.speed import lm_head_loss
+from finetune.speed import frozen_experts, lm_head_loss
 from finetune.speed.forward_comparison import allowed_difference, changed_parameters, relative_difference
+from finetune.speed.frozen_experts import FrozenExperts
 from finetune.speed.live_model_spec import decoder_layers
 
 if TYPE_CHECKING:
@@ -371,8 +372,8 @@ class FusedExperts:
             adapted: Adapted layers whose state to follow if the experts have no adapter. Experts follow one
                 of their own decoder layer, else torch.compile would take the first layer for other code.
         """
-        self.served, self.left, self.worst = list[Experts](), Counter[str](), 0.0
-        self.installed = list[Experts]()
+        self.served, self.left, self.worst = list[Experts | FrozenExperts](), Counter[str](), 0.0
+        self.installed = list[Experts | FrozenExperts]()
         self.base, self.before = lm_head_loss.base_model_of(model), dict[str, Any]()
         followed = set(adapted)
         seen = set[nn.Module]()
@@ -383,7 +384,12 @@ class FusedExperts:
             if installed := vars(module).get("finetune_experts"):
                 self.installed.append(installed)
             elif reason := unsupported_reason(module, wrappers):
-                self.left[reason] += 1
+                quantized = stacked_experts.of(module, FIRST) is not None
+                reason = frozen_experts.unsupported_reason(module, wrappers) if quantized else reason
+                if reason:
+                    self.left[reason] += 1
+                else:
+                    self.served.append(FrozenExperts(module))
             else:
                 near = [one for one in layer.modules() if one in followed] or adapted
                 self.served.append(Experts(module, wrappers, near[:1]))
@@ -530,7 +536,7 @@ def _wrapper_unsupported_reason(wrapper: ParamWrapper) -> str:
 
 
 @torch.no_grad()
-def difference(experts: Experts) -> float:
+def difference(experts: Experts | FrozenExperts) -> float:
     """Return the relative difference of both forwards, with adapters that are not zero."""
     module, made = experts.module, torch.Generator().manual_seed(0)
     called = experts.wrappers[0] if experts.wrappers else module
@@ -542,7 +548,9 @@ def difference(experts: Experts) -> float:
     with _with_changed_adapters(experts, made):
         before, module.finetune_before = module.finetune_before, "eager"
         training = module.training
-        if experts.quantized:
+        if isinstance(experts, FrozenExperts):
+            own = experts.own_forward(x, ids, weights)
+        elif experts.quantized:
             own = _expert_by_expert(experts, x, ids, weights)
         else:
             own = type(called).forward(called.eval(), x, ids, weights)
@@ -578,7 +586,7 @@ def _expert_by_expert(
 
 
 @contextlib.contextmanager
-def _with_changed_adapters(experts: Experts, made: torch.Generator) -> Iterator[None]:
+def _with_changed_adapters(experts: Experts | FrozenExperts, made: torch.Generator) -> Iterator[None]:
     """Change the adapters' parameters a little, and restore them afterwards."""
     try:
         with changed_parameters(list(experts.wrappers), made):

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from finetune.autoconfig.decisions import ModelSpec
 from finetune.core import upstream_private
 from finetune.distributed import launch_environment, sharded_tensors
+from finetune.kernels.kernel_limits import FROZEN_EXPERTS
 from finetune.models import module_names
 from finetune.quantization import qat, stacked_experts
 from finetune.quantization.fp8_linear import Fp8Linear
@@ -50,9 +51,10 @@ def live_model_spec(model: Any) -> ModelSpec:
     )
 
 
-def _of_experts(model: nn.Module) -> dict[str, Any]:
+def _of_experts(model: Any) -> dict[str, Any]:
     """Return how stacked experts run, and whether each layer dequantizes them."""
     fused = any(hasattr(module, "finetune_experts") for module in model.modules())
+    fused = fused and model.config.get_text_config().model_type not in FROZEN_EXPERTS
     adapted = any(isinstance(module, ParamWrapper) for module in model.modules())
     kind = "fused" if fused else "peft" if adapted else ""
     return {"experts": kind, "dequantized": bool(stacked_experts.all_of(model))}

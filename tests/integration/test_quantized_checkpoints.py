@@ -60,6 +60,19 @@ def test_lora_on_a_quantized_checkpoint_trains_and_merges_into_whole_weights(
     AutoModelForCausalLM.from_pretrained(merged)
 
 
+def test_qlora_keeps_the_experts_of_an_mxfp4_checkpoint(train: Any, tmp_path: Path) -> None:
+    folder, whole = checkpoint("mxfp4", MODEL, tmp_path / "mxfp4")
+    given = (f"model.name={folder}", "adapter.type=qlora", STEPS, "train.learning_rate=1e-3")
+    run = train(*given)
+    said = check_of(run, "model.quantization")
+    assert said["expected"] == "nf4" and said["passed"]
+    assert said["actual"].endswith("experts: 0.19 MiB (in bf16) in 0.05 MiB, in mxfp4 as stored")
+    assert loader.load(run.recipe).model.quantization == "nf4"
+    assert main.main(["merge", str(run.path), "--dtype", "float32", "--quiet"]) == 0
+    tensors = load_file(run.path / "merged" / "model.safetensors")
+    assert all(torch.equal(tensors[name], weight) for name, weight in whole.items())
+
+
 @pytest.mark.parametrize("storage", soak_except(("fp8",), ("fp8", "mxfp4")))
 def test_full_fine_tuning_of_a_checkpoint_in_fp8_saves_whole_weights(
     storage: str, two_layers: Path, train: Any, tmp_path: Path

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from finetune.core.errors import UserError
+from finetune.core.errors import Problem, UserError
 from finetune.planning import planned_machine, planner
 from finetune.preflight import checker
 from finetune.recipe import loader
+from support.architectures import CONFIGS as SIZES
 from support.paths import MODEL, ROOT
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_PLAIN, "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
         "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
         "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128,
+        "quantization_config": {"quant_method": "mxfp4"},
     },
 }  # fmt: skip
 GPUS = {"rtx4090": 24, "rtx5090": 32, "l40s": 48, "h100-80gb": 80, "h200": 141}  # and their GB
@@ -94,17 +96,35 @@ def test_plan_and_check_say_what_fp8_quantizes(tmp_path: Path, monkeypatch: Any)
     )
 
 
+def refused(recipe: Any) -> Problem:
+    with pytest.raises(UserError) as error:
+        checker.check_without_examples(recipe, with_weights=False)
+    (problem,) = error.value.problems
+    return problem
+
+
 def test_qlora_refuses_stacked_experts_that_it_cannot_quantize(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    recipe = loaded(
-        ROOT / "recipes" / "gpt_oss_20b" / "lora.yaml",
-        tmp_path,
-        "adapter.type=qlora",
-        "model.quantization=nf4",
-    )
-    with pytest.raises(UserError) as refused:
-        checker.check_without_examples(recipe, with_weights=False)
-    (problem,) = refused.value.problems
-    assert problem.what == "qlora can't quantize all of gpt_oss"
-    assert problem.found.endswith("of mlp.experts.gate_up_proj, mlp.experts.down_proj would stay in bf16")
-    assert problem.why == "the experts of gpt_oss have their own forward pass"
+    given = ["adapter.type=qlora", "model.quantization=nf4"]
+    monkeypatch.setitem(CONFIGS, "gpt_oss_20b", {**SIZES["lfm2_moe"], "model_type": "lfm2_moe"})
+    problem = refused(loaded(ROOT / "recipes" / "gpt_oss_20b" / "lora.yaml", tmp_path, *given))
+    assert problem.what == "qlora can't quantize all of lfm2_moe"
+    assert "would stay in bf16" in problem.found
+    assert problem.why == "the activation of lfm2_moe's experts is not known"
+
+
+@pytest.mark.parametrize("stored", ["mxfp4", "bf16"])
+def test_adapters_on_quantized_experts_of_gpt_oss_are_refused(
+    stored: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    if stored == "bf16":
+        plain = {**CONFIGS["gpt_oss_20b"], "quantization_config": None}
+        monkeypatch.setitem(CONFIGS, "gpt_oss_20b", plain)
+    recipe = ROOT / "recipes" / "gpt_oss_20b" / "qlora.yaml"
+    problem = refused(loaded(recipe, tmp_path, "adapter.target_modules=all-linear-and-experts"))
+    assert problem.what == "quantized experts of gpt_oss train without an adapter"
+    assert "adapter.target_modules: all-linear" in problem.fix
+    said = checker.check_without_examples(loaded(recipe, tmp_path), with_weights=False)
+    kept = [note for note in said if "the experts stay as the checkpoint stores them, in mxfp4" in note]
+    assert bool(kept) == (stored == "mxfp4")
