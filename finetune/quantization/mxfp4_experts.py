@@ -32,18 +32,16 @@ class _Keep(ConversionOps):
     """
 
     @torch.no_grad()
-    def convert(
-        self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: object
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: object, **kwargs: Any) -> dict[str, Any]:
+        name, model = kwargs["full_layer_name"], kwargs["model"]
         ends = ("_blocks", "_scales")
-        found = {end: tensor for name, tensor in input_dict.items() for end in ends if name.endswith(end)}
+        found = {end: tensor for key, tensor in input_dict.items() for end in ends if key.endswith(end)}
         blocks, scales = (found[end][0] if isinstance(found[end], list) else found[end] for end in ends)
-        dtype = model.get_parameter(full_layer_name).dtype
-        return {full_layer_name: quantized(blocks, scales, dtype)}
+        return {name: quantized(blocks, scales, model.get_parameter(name).dtype)}
 
 
 def quantized(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return a parameter for `stacked_experts.parametrize_experts`. The dequantized weight is [E, in, out]."""
+    """Return a parameter for `stacked_experts.parametrize_experts`, for a weight [E, in, out]."""
     bytes_ = blocks.to(torch.uint8)
     packed = (bytes_ << 4) | (bytes_ >> 4)  # bitsandbytes has the first weight in the high bits
     experts, outputs, count, half = blocks.shape
