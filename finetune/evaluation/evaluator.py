@@ -8,12 +8,17 @@ one verdict.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
+from peft import PeftModel
+from transformers import PreTrainedModel
 
+from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import (
@@ -31,15 +36,6 @@ from finetune.evaluation import (
 from finetune.evaluation.results import Measured
 from finetune.hardware import detection
 from finetune.run_folder import run_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
-    from finetune.core.console import Console
 
 
 def run(

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from accelerate import PartialState
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.core import progress
+from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
+from finetune.data.preparation import HeldOut
 from finetune.evaluation import lm_eval_harness, scoring
 from finetune.evaluation.results import Measured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from finetune.core.console import Console
-    from finetune.data.preparation import HeldOut
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.run_folder import RunFolder
 
 
 def measure(

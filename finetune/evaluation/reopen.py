@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import disable_fsdp_ram_efficient_loading
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.adapters import continue_from
 from finetune.autoconfig import attention_choice, machine_setup
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.evaluation import gpu_room
 from finetune.models import checkpoint_headers, loading, model_files, tokenizer_setup
 from finetune.quantization import qat, stacked_experts, stored_weights
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model, Recipe
+from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import fused_experts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
 
 
 def base_stands(tuned: object) -> bool:

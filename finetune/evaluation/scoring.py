@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from peft import PeftModel
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, LARGEST_BATCH
@@ -29,15 +31,8 @@ from finetune.data.encoding import Encoded
 from finetune.data.preparation import HeldOut
 from finetune.models import token_limits
 from finetune.models.generation_config import declared_stops
+from finetune.recipe.schema import Data, Eval
 from finetune.speed import packing_isolation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from finetune.recipe.schema import Data, Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}

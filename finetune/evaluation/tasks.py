@@ -322,14 +322,14 @@ def read(path: str) -> Task | None:
     try:
         text = strict_yaml.text_of(Path(path), "the task")
     except OSError as error:
-        fix = paths.similar_files(Path(path)) or "name a task file, such as examples/general/knowledge.yaml"
         raise UserError(
             Problem(
                 "finetune can't read the task file",
                 "eval.tasks",
                 where=path,
                 found=str(error.strerror),
-                fix=fix,
+                fix=paths.similar_files(Path(path))
+                or "name a task file, such as examples/general/knowledge.yaml",
                 code="eval-task",
             )
         ) from None
@@ -338,14 +338,13 @@ def read(path: str) -> Task | None:
     document = strict_yaml.parse(text, path)
     raw, problems = document.value, list(document.problems)
     if not isinstance(raw, dict):
-        found, fix = recipe_errors.show(raw), "see examples/general/knowledge.yaml for an example"
         raise UserError(
             Problem(
                 "the task file is not a mapping of keys",
                 where=path,
-                found=found,
+                found=recipe_errors.show(raw),
                 expected="the keys task, data, kind and prompt",
-                fix=fix,
+                fix="see examples/general/knowledge.yaml for an example",
                 code="eval-task",
             )
         )

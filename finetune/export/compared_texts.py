@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from finetune.core import shipped_files
 from finetune.data.encoding import Encoded
 from finetune.data.examples import Example
 from finetune.evaluation import tasks, validation_set
 from finetune.export import serving_check, verify_merge
+from finetune.export.export_source import Source
 from finetune.export.serving_check import Texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.export.export_source import Source
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def texts_of(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Texts:

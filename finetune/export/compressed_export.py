@@ -10,27 +10,23 @@ import contextlib
 import importlib
 import io
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.core import model_config, packages, safe_files
 from finetune.core.errors import Problem, UserError
+from finetune.core.model_config import ModelConfig
 from finetune.core.paths import writing
 from finetune.export import folder_export, gguf_file, vllm_export
+from finetune.export.export_job import ExportJob
 from finetune.models import model_class
 from finetune.quantization import fp8_linear
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel
-
-    from finetune.core.model_config import ModelConfig
-    from finetune.export.export_job import ExportJob
 
 KINDS = ("fp8", "int8")
 SCHEMES: dict[str, dict[str, Any]] = {

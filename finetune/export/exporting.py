@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoConfig
+from peft import PeftModel
+from transformers import AutoConfig, PreTrainedModel
 
 from finetune.core import progress, safe_files
 from finetune.core.paths import writing
@@ -30,15 +32,8 @@ from finetune.export import (
     verify_merge,
 )
 from finetune.export.export_job import ExportJob
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
-    from finetune.export.serving_check import Expected
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.export.serving_check import Expected
+from finetune.run_folder.run_folder import RunFolder
 
 REPORT = "export.json"
 

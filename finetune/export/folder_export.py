@@ -7,24 +7,21 @@ import io
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.core import safe_files
 from finetune.core.paths import writing
 from finetune.core.weight_files import find_weight_files
 from finetune.data.chat_texts import render_chat
+from finetune.data.examples import Example
 from finetune.export import serving_check, staged_files
+from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import AnswerToken, Reader
 from finetune.models.generation_config import declared_stops
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from finetune.data.examples import Example
-    from finetune.export.export_job import ExportJob
 
 
 def copy(source: Path, folder: Path) -> dict[str, int]:

@@ -11,30 +11,26 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
 
 import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from finetune.core import packages
+from finetune.core.model_config import ModelConfig
 from finetune.data.chat_texts import render_chat
+from finetune.data.encoding import Encoded
+from finetune.data.examples import Example
 from finetune.data.loss_mask import IGNORED
 from finetune.export import serving_check
+from finetune.export.export_job import ExportJob
 from finetune.export.gguf_families import load_gguf
 from finetune.export.serving_check import LIKELIEST, AnswerToken, Reader
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
-    from finetune.core.model_config import ModelConfig
-    from finetune.data.encoding import Encoded
-    from finetune.data.examples import Example
-    from finetune.export.export_job import ExportJob
 
 NONE_INSTALLED = "no reader of GGUF files is installed; run `pip install xllamacpp`"
 STARTUP = 600  # seconds to load a model

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from peft import PeftModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core import run_checks
 from finetune.core.errors import Problem, UserError
 from finetune.evaluation import reopen
 from finetune.export import verify_merge
 from finetune.models import loading, model_files
 from finetune.quantization import stored_weights
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:

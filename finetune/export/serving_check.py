@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from peft import PeftModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.core import model_config, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.privacy import masked
 from finetune.data import encoding
+from finetune.data.encoding import Encoded
+from finetune.data.examples import Example
 from finetune.evaluation import scoring
 from finetune.export import verify_merge
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from finetune.data.encoding import Encoded
-    from finetune.data.examples import Example
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 CHATS, ANSWERS, ROOM = 50, 5, 24
 LOSS_TOKENS = 512

@@ -6,33 +6,29 @@ of the stored weights, not of bf16 arithmetic. Only weights that torchao stores 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core import progress
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.data.preparation import HeldOut
 from finetune.distributed import collectives
 from finetune.evaluation import reopen
 from finetune.export import torchao_quantization
 from finetune.models import model_class
 from finetune.quantization import fp8_loading, stacked_experts
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.run_folder import RunFolder
 from finetune.speed.lm_head_loss import base_model_of
 from finetune.training import load_data
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.data.preparation import HeldOut
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
 
 PROBE_ROWS, PROBE_TOKENS = 32, 512
 # Limit of logits in memory for one model: 2 GiB in fp32. A large vocabulary means fewer tokens.

@@ -11,29 +11,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.adapters import name_problems, trainable_parameters
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core.errors import Problem, UserError, first_line
+from finetune.core.run_checks import RunChecks
 from finetune.models import autograd_graph, meta_forward, module_lists
 from finetune.recipe import adapter_types
+from finetune.recipe.schema import Adapter
 from finetune.speed import packing_isolation
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Adapter
 
 
 def check(adapted: PreTrainedModel | PeftModel, adapter: Adapter, setup: Setup, checks: RunChecks) -> None:

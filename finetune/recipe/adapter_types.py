@@ -7,6 +7,7 @@ entry in `_KNOWN`, and a function if its options depend on the model or the run.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, gcd, log, sqrt
@@ -17,11 +18,9 @@ from finetune.core.formatting import WARNING
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
     from finetune.recipe.schema import Adapter, Recipe
 
-    Shapes = Mapping[str, tuple[int, int]]
+Shapes = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,11 @@ from finetune.recipe import (
 from finetune.recipe.renames import KEYS, RENAMED, current, current_value, meant, owner_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-    Where = Mapping[tuple[str, ...], str]
-    Known = Mapping[str, frozenset[str]]
+Where = Mapping[tuple[str, ...], str]
+Known = Mapping[str, frozenset[str]]
 
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from transformers import PreTrainedModel
 
 from finetune.autoconfig import attention_choice, machine_setup
 from finetune.distributed import launch_environment
 from finetune.models import fp8_support, loading, model_files
 from finetune.quantization import stored_weights
+from finetune.recipe.schema import Model
 from finetune.speed import fused_experts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from finetune.recipe.schema import Model
 
 
 def load(section: Model, device: str | None = None) -> PreTrainedModel:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+
+import torch
+from peft import PeftModel
+from torch import nn
 
 from finetune.core.errors import Exit, Problem, UserError, only_user_errors
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import live_model_spec, lm_head_loss
 from finetune.speed.fused_layers import Fused
 from finetune.speed.fused_lora import Stack, base_layer_of
-
-if TYPE_CHECKING:
-    import torch
-    from peft import PeftModel
-    from torch import nn
 
 log = logging.getLogger("finetune")
 WITHOUT = "train without `finetune.speed.apply`"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
 
 from finetune.autoconfig.decisions import ModelSpec
 from finetune.core import upstream_private
@@ -17,11 +20,6 @@ from finetune.quantization import qat, stacked_experts
 from finetune.quantization.fp8_linear import Fp8Linear
 from finetune.recipe import adapter_types
 from finetune.speed.lm_head_loss import base_model_of
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel
 
 
 def live_model_spec(model: Any) -> ModelSpec:

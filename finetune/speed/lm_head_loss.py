@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from peft import PeftModel
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
@@ -17,21 +21,12 @@ from trl.trainer.utils import add_fused_lm_head
 from finetune.autoconfig import memory_estimate
 from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
-from finetune.core.run_checks import Choice
+from finetune.core.run_checks import Choice, RunChecks
 from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import launch_environment
 from finetune.speed import loss_weights, router_balance
 from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
 from finetune.speed.forward_comparison import ALLOWED, allowed_difference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-    from peft import PeftModel
-    from torch import Tensor, nn
-    from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
-
-    from finetune.core.run_checks import RunChecks
 
 TRIED = 16  # tokens of the example on which TRL's loss is tested
 LOGIT_SPREAD = 20.0  # standard deviation of the test logits, large enough to show a softcap of 30

@@ -11,28 +11,24 @@ import contextlib
 import copy
 import math
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
 from accelerate.utils.memory import should_reduce_batch_size
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.autoconfig import attention_choice, packing_support
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core import model_config, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.run_checks import RunChecks
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 from finetune.speed.live_model_spec import decoder_layers, experts_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.run_checks import RunChecks
 
 # Allowed relative differences. A GPU may sum in another order each time. Experts process the tokens of both
 # examples in one GEMM, whose order of summation depends on their number. A leak changes both by 2e-3 or more.

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from peft import PeftModel
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.autoconfig import batch_size
-from finetune.data.preparation import held_out
+from finetune.core.run_checks import RunChecks
+from finetune.data.preparation import HeldOut, held_out
 from finetune.evaluation import lm_eval_harness, scoring
 from finetune.models import tokenizer_setup
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from torch import nn
-    from transformers import (
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
-
-    from finetune.core.run_checks import RunChecks
-    from finetune.data.preparation import HeldOut
-    from finetune.recipe.schema import Data, Eval, Recipe
-    from finetune.training.step_metrics import Metrics
+from finetune.recipe.schema import Data, Eval, Recipe
+from finetune.training.step_metrics import Metrics
 
 TOLERANCE = 1e-2  # relative difference of the best loss after saving, because adapters may be rounded
 

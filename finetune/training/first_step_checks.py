@@ -5,32 +5,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from transformers import TrainerCallback
+from peft import PeftModel
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core import upstream_private
 from finetune.core.errors import Exit
+from finetune.core.run_checks import Choice, RunChecks
 from finetune.data.loss_mask import IGNORED, WEIGHTS
 from finetune.distributed import collectives
 from finetune.kernels import kernel_limits
 from finetune.quantization import fp8_loading, qat
-from finetune.speed import activation_offload, live_model_spec, loss_weights
+from finetune.speed import activation_offload, live_model_spec, lm_head_loss, loss_weights
 from finetune.training import optimizers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from peft import PeftModel
-    from torch.utils.data import DataLoader
-    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.run_checks import Choice, RunChecks
-    from finetune.speed import lm_head_loss
-    from finetune.training.oom_recovery import MicroBatches
+from finetune.training.oom_recovery import MicroBatches
 
 
 @dataclass(frozen=True)

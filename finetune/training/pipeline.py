@@ -17,13 +17,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 
 from finetune.adapters import initialization
@@ -33,12 +35,14 @@ from finetune.core import progress, safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
+from finetune.data.preparation import Prepared
 from finetune.distributed import collectives, restart_together
 from finetune.evaluation import scoring
 from finetune.hardware import detection
 from finetune.kernels import attention_functions
 from finetune.models import router_loss
 from finetune.preflight import choice_checks, token_checks
+from finetune.recipe.schema import Recipe
 from finetune.reporting import terminal
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
@@ -63,22 +67,14 @@ from finetune.training import (
     verify_saved,
 )
 from finetune.training.auto_correction import Correction, StartAgain
+from finetune.training.eval_callback import Validate
 from finetune.training.recording import recording
 from finetune.training.run_context import RunContext
 from finetune.training.saving import save
+from finetune.training.stop_condition import Until
+from finetune.training.stopping import Stop
 from finetune.training.trained_model import train
 from finetune.training.trainer_setup import TrainerInputs, build
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
-
-    from finetune.data.preparation import Prepared
-    from finetune.recipe.schema import Recipe
-    from finetune.training.eval_callback import Validate
-    from finetune.training.stop_condition import Until
-    from finetune.training.stopping import Stop
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 

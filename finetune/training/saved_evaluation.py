@@ -6,28 +6,23 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from transformers import PreTrainedModel
 
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core.command_lines import command
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives
 from finetune.evaluation import evaluator, gpu_room
+from finetune.recipe.schema import Model
+from finetune.run_folder.run_folder import RunFolder
 from finetune.training import verify_saved
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PreTrainedModel
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Model
-    from finetune.run_folder.run_folder import RunFolder
-    from finetune.training.eval_callback import Validate
-
+from finetune.training.eval_callback import Validate
 
 # Variables that a launcher sets for its processes, and that a process outside of the launch must not see
 _LAUNCHERS = re.compile(

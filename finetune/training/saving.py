@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accelerate import PartialState
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.adapters import initialization
 from finetune.core import safe_files
@@ -14,10 +15,6 @@ from finetune.distributed import collectives, sharded_tensors, transformer_engin
 from finetune.evaluation import scoring
 from finetune.models import generation_config
 from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def save(

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, optimizer_choice
+from finetune.autoconfig.batch_size import Batch
+from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing import training_state
+from finetune.data.audit import Report
 from finetune.distributed import launch_environment, sharded_tensors, transformer_engine_layers
 from finetune.recipe import adapter_types
+from finetune.recipe.schema import Data, Recipe
 from finetune.speed import live_model_spec
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.data.audit import Report
-    from finetune.recipe.schema import Data, Recipe
 
 
 def work_of(

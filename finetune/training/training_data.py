@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
+from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing import checkpoints
+from finetune.core.console import Console
 from finetune.core.errors import Exit
+from finetune.core.run_checks import RunChecks
 from finetune.data import preparation
+from finetune.data.audit import Report
+from finetune.data.preparation import Prepared
 from finetune.distributed import collectives
 from finetune.models import tokenizer_setup
 from finetune.preflight import token_checks
+from finetune.recipe.schema import Model, Recipe
+from finetune.run_folder.run_folder import RunFolder
 from finetune.training import load_data, resume_facts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.console import Console
-    from finetune.core.run_checks import RunChecks
-    from finetune.data.audit import Report
-    from finetune.data.preparation import Prepared
-    from finetune.recipe.schema import Model, Recipe
-    from finetune.run_folder.run_folder import RunFolder
 
 
 def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -> Recipe:

@@ -9,16 +9,20 @@ import json
 import re
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
 from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.adapters import initialization, trainable_parameters
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core import safe_files, upstream_private
 from finetune.core.errors import Exit, UserError
+from finetune.core.run_checks import RunChecks
 from finetune.core.weight_files import find_weight_files
 from finetune.distributed import sharded_tensors
 from finetune.evaluation import scoring
@@ -26,15 +30,7 @@ from finetune.models import fingerprint, model_class
 from finetune.quantization import fp8_loading
 from finetune.recipe.adapter_types import FOUR_BIT
 from finetune.run_folder import run_folder
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.run_checks import RunChecks
-    from finetune.run_folder.run_folder import RunFolder
-
+from finetune.run_folder.run_folder import RunFolder
 
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # number and length of the test sequences for the logits
 TOLERANCE = 1e-2  # relative difference of logits if sums may run in another order: on a GPU, or compiled

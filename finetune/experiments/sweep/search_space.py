@@ -10,26 +10,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from finetune.autoconfig.batch_size import count_steps, split_batch, steps_between
 from finetune.core import paths, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.experiments.runner import varied_keys
 from finetune.recipe import build, recipe_errors
-from finetune.recipe.schema import Section
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-    from pathlib import Path
-
-    from pydantic import BaseModel
-
-    from finetune.recipe.recipe_errors import Where
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.recipe_errors import Where
+from finetune.recipe.schema import Recipe, Section
 
 TYPE = "adapter.type"
 ROWS = "rows of the data"  # key of the training data's digest in a study's identity
@@ -187,20 +181,18 @@ def _key_problems(key: str, at: str) -> list[Problem]:
             )
         ]
     why = REFUSED.get(section) or REFUSED.get(key) or ""
-    return (
-        [
-            Problem(
-                "a sweep can't search this key",
-                key,
-                where=at,
-                fix=f"remove `{key}:`",
-                why=why,
-                code="search-space",
-            )
-        ]
-        if why
-        else []
-    )
+    if not why:
+        return []
+    return [
+        Problem(
+            "a sweep can't search this key",
+            key,
+            where=at,
+            fix=f"remove `{key}:`",
+            why=why,
+            code="search-space",
+        )
+    ]
 
 
 def _parameter_problems(

@@ -109,14 +109,13 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
     if recipe.train.max_steps is None and not recipe.data.streaming:
         changing = [key for key in space.parameters if key.startswith("data.")]
         if changing:
-            what, why = "a searched key changes the number of steps", "trials need equally many steps"
             raise UserError(
                 Problem(
-                    what,
+                    "a searched key changes the number of steps",
                     where=str(space.path),
                     found=", ".join(changing),
                     fix="add train.max_steps=N",
-                    why=why,
+                    why="trials need equally many steps",
                     code="search-space",
                 )
             )
