@@ -367,17 +367,17 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
     wrong = sorted(n for n in expected.keys() | saved_kinds.keys() if expected.get(n) != saved_kinds.get(n))
     if wrong:
         what = f"the saved state of AdaLoRA does not fit this model ({len(wrong)} tensors)"
-        fix = "resume with the recipe of the checkpoint, or start a new run with another train.output_dir"
-        why = "AdaLoRA would prune other ranks than in a run without a stop"
         problems = [
             Problem(
                 what,
-                "",
-                n,
-                _described(saved_kinds.get(n)),
-                _described(expected.get(n)),
-                fix=fix,
-                why=why,
+                where=n,
+                found=_described(saved_kinds.get(n)),
+                expected=_described(expected.get(n)),
+                fix=(
+                    "resume with the recipe of the checkpoint, or start a new run with another "
+                    "train.output_dir"
+                ),
+                why="AdaLoRA would prune other ranks than in a run without a stop",
                 code="checkpoint",
             )
             for n in wrong[:SHOWN]

@@ -51,16 +51,14 @@ class RunChecks:
         self.checked = len(self.entries)
         if bad:
             what, found = "a run check failed", [f"{check.actual} ({check.how})" for check in bad]
-            fix = "change or remove this setting; if its value is right, report a bug with checks.json"
-            why = "the setting that runs differs from the setting that the recipe asks for"
             problems = [
                 Problem(
                     what,
                     check.option,
                     found=actual,
                     expected=check.expected,
-                    fix=fix,
-                    why=why,
+                    fix="change or remove this setting; if its value is right, report a bug with checks.json",
+                    why="the setting that runs differs from the setting that the recipe asks for",
                     code="run-check",
                 )
                 for check, actual in zip(bad, found, strict=True)

@@ -345,20 +345,16 @@ def check_registered(made: dict[str, Any]) -> None:
     named += [("filter_list", step["function"], filter_registry) for step in steps]
     missing = [(key, name) for key, name, names in named if isinstance(name, str) and name not in names]
     if missing:
-        what, why = (
-            "the installed lm-eval does not have this name",
-            "lm-eval runs only what it has registered",
-        )
         known = {key: [*names] for key, _, names in named}
         problems = [
             Problem(
-                what,
+                "the installed lm-eval does not have this name",
                 key,
                 where=made["task"],
                 found=name,
                 expected=recipe_errors.choices(name, known[key]),
                 fix=UPDATE,
-                why=why,
+                why="lm-eval runs only what it has registered",
                 code="eval-task",
             )
             for key, name in missing

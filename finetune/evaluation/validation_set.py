@@ -125,9 +125,16 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool)
     recorded = folder.read("data_report.json")["train"]["sources"]
     other = [path for path, digest in hashes.items() if digest not in recorded.values()]
     if other and not overridden:
-        what, why = "the data changed since the run", "a changed file can contain training examples"
-        fix = "restore the file, or add data.validation=PATH"
         raise UserError(
-            *(Problem(what, where=path, fix=fix, why=why, code="resume-mismatch") for path in other)
+            *(
+                Problem(
+                    "the data changed since the run",
+                    where=path,
+                    fix="restore the file, or add data.validation=PATH",
+                    why="a changed file can contain training examples",
+                    code="resume-mismatch",
+                )
+                for path in other
+            )
         )
     return [f"{path} is not the validation set of the run" for path in other]

@@ -95,14 +95,13 @@ def family_of(config: PreTrainedConfig) -> Family:
         )
     lacks = [text for text, holds in unsupported(config, family).items() if holds]
     if lacks:
-        why = "llama.cpp would ignore it or compute it differently"
         raise UserError(
             *(
                 Problem(
                     f"GGUF export does not support {text}",
                     found=f"model_type: {config.model_type}",
                     fix="--to vllm",
-                    why=why,
+                    why="llama.cpp would ignore it or compute it differently",
                     code="export",
                 )
                 for text in lacks

@@ -39,9 +39,16 @@ def check(recipe: Recipe, report: Report) -> None:
         ),
     }
     where = report.places["weighted"][0]
-    what = "this setting does not support the weights of the loss in the data"
     problems = [
-        Problem(what, key, where, str(found), fix=fix, why=why, code="recipe-conflict")
+        Problem(
+            "this setting does not support the weights of the loss in the data",
+            key,
+            where=where,
+            found=str(found),
+            fix=fix,
+            why=why,
+            code="recipe-conflict",
+        )
         for key, (found, why, fix) in conflicts.items()
         if found
     ]

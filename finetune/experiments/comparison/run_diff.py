@@ -55,11 +55,13 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Di
     unequal = [part for part in learnt if part.rows]
     screen.say(sentence(unequal, [part.part for part in parts[:3] if part.rows], reasons))
     if must_equal and unequal:
-        why = "--assert-equal asks for equal losses, weights and evaluation"
-        fix = "compare recipe.resolved.yaml and environment.json of the runs"
         problems = [
             Problem(
-                f"the {part.part} of the runs differ", found=part.summary, why=why, fix=fix, code="run-check"
+                f"the {part.part} of the runs differ",
+                found=part.summary,
+                why="--assert-equal asks for equal losses, weights and evaluation",
+                fix="compare recipe.resolved.yaml and environment.json of the runs",
+                code="run-check",
             )
             for part in unequal
         ]
