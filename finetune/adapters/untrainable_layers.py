@@ -22,7 +22,6 @@ _FUSED_NORMS = frozenset(
     f"{family}RMSNormGated"
     for family in ("Bamba", "FalconH1", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")
 )
-_UNCALLED = "the model reads at most their weights and does not call them"
 UNREAD = "the loss does not depend on their output"
 
 
@@ -36,7 +35,9 @@ def reasons(names: Names, peft: str) -> dict[str, str]:
     found = dict.fromkeys(refused_by_peft(names, peft), f"PEFT does not adapt them in {names.family}")
     found |= _read_by_kernels(names)
     found |= dict.fromkeys(names.without_gradient, UNREAD)
-    return found | dict.fromkeys(names.uncalled, _UNCALLED)
+    return found | dict.fromkeys(
+        names.uncalled, "the model reads at most their weights and does not call them"
+    )
 
 
 def refused_by_peft(names: Names, peft: str) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,16 +27,17 @@ ONE_VALUE = "the second value would silently replace the first"
 ALONE = "each value of a recipe stands where it is used"
 Keys = tuple[str, ...]
 
-# The core schema of YAML 1.2.2, section 10.3.2.
-_NULL = re.compile(r"~|null|Null|NULL|")
-_TRUE = re.compile(r"true|True|TRUE")
-_FALSE = re.compile(r"false|False|FALSE")
-_INT = re.compile(r"[-+]?[0-9]+")
-_OCT = re.compile(r"0o[0-7]+")
-_HEX = re.compile(r"0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_INF = re.compile(r"[-+]?\.(inf|Inf|INF)")
-_NAN = re.compile(r"\.(nan|NaN|NAN)")
+# The core schema of YAML 1.2.2, section 10.3.2: the pattern of a plain scalar, and its value
+_SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    (re.compile(r"~|null|Null|NULL|"), lambda text: None),
+    (re.compile(r"true|True|TRUE"), lambda text: True),
+    (re.compile(r"false|False|FALSE"), lambda text: False),
+    (re.compile(r"[-+]?[0-9]+"), int),
+    (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
+    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text, 16)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", "", 1))),
+)
 
 
 @dataclass
@@ -140,24 +141,11 @@ def text_of(path: pathlib.Path, what: str) -> str:
 
 def scalar(text: str) -> Any:
     """Return the value of a plain (unquoted) scalar by the core schema of YAML 1.2."""
-    if _NULL.fullmatch(text):
-        return None
-    if _TRUE.fullmatch(text):
-        return True
-    if _FALSE.fullmatch(text):
-        return False
     if len(text) > LONGEST_NUMBER:
         return text  # Python limits the digits of integers that it reads and prints
-    if _INT.fullmatch(text):
-        return int(text)
-    if _OCT.fullmatch(text):
-        return int(text[2:], 8)
-    if _HEX.fullmatch(text):
-        return int(text, 16)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    if _INF.fullmatch(text) or _NAN.fullmatch(text):
-        return float(text.replace(".", "", 1))
+    for pattern, convert in _SCALARS:
+        if pattern.fullmatch(text):
+            return convert(text)
     return text
 
 

@@ -235,16 +235,16 @@ class Audit:
         encoder = self.encoder_for(bool(example.messages))
         if last.ids[last.trained[-1][1] - 1] not in encoder.stops and self.train_on != "all":
             self.count("no_end_of_turn", where)
-        if last.cut:
-            self.count("shortened", where)
-        if last.merged:
-            self.count("merged", where)
-        if last.weights:
-            self.count("weighted", where)
-        if last.is_divided:
-            self.count("divided_token", where)
-        if documents[0].doubled:
-            self.count("doubled_bos", where)
+        properties = {
+            "shortened": last.cut,
+            "merged": last.merged,
+            "weighted": last.weights,
+            "divided_token": last.is_divided,
+            "doubled_bos": documents[0].doubled,
+        }
+        for kind, has_it in properties.items():
+            if has_it:
+                self.count(kind, where)
         if part := documents[0].left_out:
             self.count(f"{part.kind}_left_out", where)
             report.reasons.setdefault(f"{part.kind}_left_out", [short(part.text)])

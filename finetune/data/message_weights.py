@@ -15,7 +15,6 @@ from finetune.data.examples import BadRow, TurnWeights, short
 FLAG, NUMBERS = "train", ("weight", "loss_weight")
 KEYS = (FLAG, *NUMBERS)
 SMALLEST = 1e-6  # a sum of smaller weights can be 0 in fp32, and the loss is divided by it
-RANGE = "0, or a number from 0.000001 to 1"
 
 
 def of_answer(turn: dict[str, Any], content: str, where: str) -> TurnWeights:
@@ -113,7 +112,11 @@ def _number(value: object, where: str) -> float:
     if isinstance(value, int | float) and (value == 0 or SMALLEST <= value <= 1):  # NaN is neither
         return float(value)
     raise BadRow(
-        "malformed", "the weight of the loss has a wrong value", where, found=short(value), expected=RANGE
+        "malformed",
+        "the weight of the loss has a wrong value",
+        where,
+        found=short(value),
+        expected="0, or a number from 0.000001 to 1",
     )
 
 

@@ -27,7 +27,6 @@ from finetune.recipe import recipe_errors
 
 # Keys that `sandboxed` renders instead of lm-eval
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")
-UPDATE = "pip install --upgrade lm-eval, or use one of these names"
 LONGEST = 2**20  # characters of a prompt
 DEEPEST = 5  # nested `include` files
 METRICS = {  # output_type -> metrics of a task without `metric_list` (lm_eval 0.4.13, api/registry.py)
@@ -353,7 +352,7 @@ def check_registered(made: dict[str, Any]) -> None:
                 where=made["task"],
                 found=name,
                 expected=recipe_errors.choices(name, known[key]),
-                fix=UPDATE,
+                fix="pip install --upgrade lm-eval, or use one of these names",
                 why="lm-eval runs only what it has registered",
                 code="eval-task",
             )

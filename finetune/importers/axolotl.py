@@ -12,7 +12,6 @@ from finetune.importers.translation import DIFFERS, NOT_SUPPORTED, SAME, TRANSLA
 
 TOOL = "axolotl"
 KERNELS = "finetune chooses its own fused kernels (`speed.fused: auto`)"
-MOE = "finetune chooses the kernel of experts by itself"
 WITHOUT_EFFECT = (
     "dataset_processes",
     "dataset_num_proc",
@@ -45,10 +44,7 @@ WITHOUT_EFFECT = (
     "qlora_sharded_model_loading",
 )
 SCHEDULER = "finetune has the schedulers of transformers"
-ONE_RATE = "all trainable weights have one learning rate, except in LoRA+"
 ANOTHER_OPTIMIZER = "finetune has no such optimizer"
-CONTEXT = "finetune does not extend the context"
-SAMPLING = "finetune generates greedy answers"
 RULES = {
     **dict.fromkeys(WITHOUT_EFFECT, Rule(same=NO_EFFECT)),
     "sequence_len": Rule("data.max_length", int),
@@ -74,10 +70,13 @@ RULES = {
     "num_generation_samples": Rule("eval.samples"),
     "generation_max_new_tokens": Rule("eval.max_new_tokens"),
     "generate_samples": Rule(same="finetune always generates answers to the validation set"),
-    "generation_*": Rule(reason=SAMPLING),
+    "generation_*": Rule(reason="finetune generates greedy answers"),
     **{name: Rule(reason=SCHEDULER) for name in ("cosine_constant_lr_ratio", "lr_quadratic_warmup")},
     **{name: Rule(reason=SCHEDULER) for name in ("lr_div_factor", "jagged_restart_*")},
-    **{name: Rule(reason=ONE_RATE) for name in ("embedding_lr", "embedding_lr_scale", "lr_groups")},
+    **{
+        name: Rule(reason="all trainable weights have one learning rate, except in LoRA+")
+        for name in ("embedding_lr", "embedding_lr_scale", "lr_groups")
+    },
     "loraplus_lr_embedding": Rule(reason="LoRA+ has one ratio for all layers in finetune"),
     **{name: Rule(reason=ANOTHER_OPTIMIZER) for name in ("adam_beta3", "adam_epsilon2", "dion_*")},
     "qgalore_*": Rule(reason=ANOTHER_OPTIMIZER),
@@ -103,7 +102,10 @@ RULES = {
     "hub_strategy": Rule(same="finetune uploads after the run, with `finetune publish`"),
     "hub_revision": Rule("publish.revision"),
     "accelerator_config": Rule(reason="pass an accelerate config to `finetune train --accelerate`"),
-    **{name: Rule(reason=CONTEXT) for name in ("use_pose", "pose_*", "s2_attention", "scaling_softmax*")},
+    **{
+        name: Rule(reason="finetune does not extend the context")
+        for name in ("use_pose", "pose_*", "s2_attention", "scaling_softmax*")
+    },
     "rope_scaling": Rule(reason="set rope_scaling in the model's config.json"),
     "added_tokens_overrides": Rule(reason="save another tokenizer into the model's folder"),
     "fix_untrained_tokens": Rule(reason="finetune does not change the rows of tokens that never trained"),
@@ -271,7 +273,7 @@ RULES = {
         )
     },
     **{
-        name: Rule(same=MOE)
+        name: Rule(same="finetune chooses the kernel of experts by itself")
         for name in ("use_scattermoe", "use_sonicmoe", "experts_implementation", "llama4_linearized_experts")
     },
     **{name: Rule(reason="finetune has no OpenTelemetry metrics") for name in ("use_otel_metrics", "otel_*")},

@@ -15,7 +15,6 @@ NO_EFFECT = "it changes no result"
 ALWAYS = "finetune always does this"
 LAUNCH = "the precision comes from the launch: accelerate_configs/"
 KERNEL = "`model.attention: auto` chooses the fastest kernel that runs here"
-TRACKER = "set `train.report_to` and the tracker's own environment variables"
 
 # Arguments of transformers.Trainer whose values finetune owns elsewhere, or that change no result
 TRAINER = {

@@ -115,7 +115,10 @@ RULES = {
     "freeze_trainable_layers": Rule(same="it belongs to finetuning_type: freeze"),
     "freeze_trainable_modules": Rule(same="it belongs to finetuning_type: freeze"),
     "freeze_extra_modules": Rule(same="it belongs to finetuning_type: freeze"),
-    **{name: Rule(reason=common.TRACKER) for name in ("use_swanlab", "swanlab_*")},
+    **{
+        name: Rule(reason="set `train.report_to` and the tracker's own environment variables")
+        for name in ("use_swanlab", "swanlab_*")
+    },
     "loraplus_lr_embedding": Rule(reason="LoRA+ has one ratio for all layers in finetune"),
     "split_special_tokens": Rule(reason="finetune reads special tokens as one token"),
     "new_special_tokens_config": Rule(reason="set `model.add_tokens`"),
