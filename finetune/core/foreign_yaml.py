@@ -110,11 +110,12 @@ def _refuse_repeated(document: Any, source: str) -> None:
             continue
         seen.add(id(node))
         is_mapping = type(node).__name__ == "MappingNode"
-        keys = [str(key.value) for key, _ in node.value] if is_mapping else []
-        for place, name in enumerate(keys):
-            if name in keys[:place]:
+        names = set[str]()
+        for key, _ in node.value if is_mapping else ():
+            if (name := str(key.value)) in names:
                 texts = {"found": name, "fix": "remove one of the two lines", "why": strict_yaml.ONE_VALUE}
-                raise _refused(TWICE, source, node.value[place][0], **texts)
+                raise _refused(TWICE, source, key, **texts)
+            names.add(name)
         waiting += [part for pair in node.value for part in pair] if is_mapping else node.value
 
 

@@ -19,6 +19,7 @@ from finetune.core.regular_files import check_regular
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
+MOST_VALUES = 5_000  # of a document: several checks look at each value
 LONGEST_NUMBER = 400  # characters
 TWICE = "the mapping has the same key twice"
 LINE = "correct this line; a key and its value look like `learning_rate: 2e-4`"
@@ -47,13 +48,15 @@ class Document:
     value: Any = None
     where: dict[Keys, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    values: int = 0
+    """Number of values, lists and mappings."""
 
 
 def parse(text: str, source: str) -> Document:
     """Parse one YAML document. Collect duplicate keys, tags and aliases in `problems`.
 
     Raises:
-        UserError: `text` is not YAML or not UTF-8, is too large or is nested too deeply.
+        UserError: `text` is not YAML or not UTF-8, is too large, has too many values or is nested too deeply.
     """
     if len(text) > MAX_BYTES:
         raise UserError(
@@ -161,6 +164,18 @@ def _node(events: Iterator[Any], event: Any, path: Keys, document: Document, sou
                 expected=f"at most {MAX_DEPTH} levels",
                 fix="remove the inner brackets or indentation",
                 why="recipes have three levels of keys",
+                code="yaml-syntax",
+            )
+        )
+    document.values += 1
+    if document.values > MOST_VALUES:
+        raise UserError(
+            Problem(
+                "the YAML has too many values",
+                where=where,
+                expected=f"at most {MOST_VALUES:,}",
+                fix="remove the values that the recipe does not need",
+                why="a recipe has about a hundred values",
                 code="yaml-syntax",
             )
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from pyarrow.parquet import RowGroupMetaData
+    from pyarrow.parquet import FileMetaData, RowGroupMetaData
 
     from finetune.data.read_limits import Limits
 
@@ -32,8 +35,11 @@ def read_parquet(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) 
 
     Raises:
         UserError: the file expands to more bytes than the limits allow (exit 2).
+        ValueError: it has fewer or more rows than its metadata says.
+        OSError: its metadata is damaged.
     """
     file = parquet.ParquetFile(content)
+    _check_columns(file.metadata, content.size())
     most, total, in_pages = limits.expanded(path), 0, 0
     at_once = max(PAGE_BYTES, limits.uncompressed or 0)
     groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
@@ -49,8 +55,52 @@ def read_parquet(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) 
             raise read_limits.expands(path, at_once)
         if in_pages > most:
             raise read_limits.expands(path, most)
-        rows = _batch_rows(content, path, group, index, limits)
-        yield from file.iter_batches(batch_size=rows, row_groups=[index])
+        rows, read = _batch_rows(content, path, group, index, limits), 0
+        for batch in file.iter_batches(batch_size=rows, row_groups=[index]):
+            read += batch.num_rows
+            yield batch
+        if read != group.num_rows:
+            raise ValueError(f"row group {index} holds {read:,} rows and names {group.num_rows:,}")
+    if (rows := sum(group.num_rows for group in groups)) != file.metadata.num_rows:
+        raise ValueError(f"the row groups hold {rows:,} rows, and the file names {file.metadata.num_rows:,}")
+
+
+class _NoPages(io.RawIOBase):
+    """A file of some size whose bytes can't be read."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + (self.size if whence == os.SEEK_END else 0)
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        raise _PagesReachedError
+
+
+class _PagesReachedError(Exception):
+    """The metadata is read, and the pages are next."""
+
+
+def _check_columns(metadata: FileMetaData, size: int) -> None:
+    """Let pyarrow read the metadata of all columns where it can raise an error.
+
+    `RowGroupMetaData.column` of pyarrow 26 ends the process if the metadata of a column is damaged.
+
+    Args:
+        size: the bytes of the file.
+    """
+    pages = pyarrow.PythonFile(_NoPages(size), mode="r")
+    file = parquet.ParquetFile(pages, metadata=metadata, pre_buffer=True)
+    with contextlib.suppress(_PagesReachedError):
+        next(file.iter_batches(row_groups=list(range(metadata.num_row_groups))), None)
 
 
 def read_arrow(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) -> Iterator[Any]:

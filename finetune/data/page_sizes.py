@@ -30,7 +30,7 @@ def of_column(content: pyarrow.MemoryMappedFile, column: object) -> list[int]:
     """
     try:
         return list(_sizes(content, column))
-    except (LookupError, TypeError, RecursionError):
+    except (LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError("the header of a page is damaged") from None
 
 

@@ -247,7 +247,7 @@ def _columnar_errors(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:  # KeyError: an odd column
         found = (str(error).splitlines() or [""])[0]
         kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
         raise UserError(

@@ -12,13 +12,13 @@ from finetune.core import foreign_yaml, paths, strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.core.formatting import shortened
 from finetune.importers import axolotl, common, llamafactory, recipe_text, trl
-from finetune.importers.translation import Translation
+from finetune.importers.translation import TooLarge, Translation
 from finetune.recipe import loader, recipe_errors
 
 LONGEST = 200  # characters of a value in a message
 ROUNDS = 3  # a value can be wrong because of another one that was removed
 OPTIONAL = ("adapter.", "speed.", "train.", "eval.", "publish.")
-_SCRIPT = re.compile(r"^\s*(from|import)\s+trl\b", re.MULTILINE)
+_SCRIPT = re.compile(r"^[^\S\n]*(from|import)[^\S\n]+trl\b", re.MULTILINE)
 SCRIPTS = (
     "dpo",
     "gkd",
@@ -130,6 +130,8 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
         )
     try:
         TOOLS[tool].translate(state, str(path), gpus)
+    except TooLarge as error:
+        raise UserError(_too_large(str(path), "")) from error
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UserError(_odd_value(state, str(path))) from error
     if not state.recipe.get("data.name"):
@@ -145,18 +147,10 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
             )
         )
     _drop_refused(state, path)
-    if (size := len(recipe_text.write(state, str(path)))) > strict_yaml.MAX_BYTES:
-        raise UserError(
-            Problem(
-                "the recipe of this file is too large",
-                where=str(path),
-                fix=foreign_yaml.SHORTER,
-                code="import",
-                found=f"{size:,} characters",
-                expected=f"at most {strict_yaml.MAX_BYTES:,}",
-                why="finetune reads no larger recipe",
-            )
-        )
+    try:
+        strict_yaml.parse(recipe_text.write(state, str(path)), str(path))
+    except UserError as error:
+        raise UserError(_too_large(str(path), error.problems[0].what)) from error
     return state
 
 
@@ -195,6 +189,18 @@ def _text(path: Path) -> str:
                 code="import",
             )
         ) from error
+
+
+def _too_large(where: str, found: str) -> Problem:
+    return Problem(
+        "the recipe of this file would be too large",
+        where=where,
+        found=found,
+        expected=f"at most {strict_yaml.MAX_BYTES:,} characters and {strict_yaml.MOST_VALUES:,} values",
+        fix=foreign_yaml.SHORTER,
+        why="finetune reads no larger recipe",
+        code="import",
+    )
 
 
 def _odd_value(state: Translation, where: str) -> Problem:

@@ -18,6 +18,10 @@ KINDS = (TRANSLATED, SAME, DIFFERS, NOT_SUPPORTED)
 _NUMBER = re.compile(r"[+-]?(\d+\.\d*|\d+(\.\d*)?[eE][+-]?\d+)")
 
 
+class TooLarge(Exception):
+    """The recipe would be larger than finetune reads."""
+
+
 class Entry(NamedTuple):
     """What became of one key."""
 
@@ -66,6 +70,7 @@ class Translation:
 
     def __post_init__(self) -> None:
         self.given = dict(self.source)
+        self.size = 0  # characters of the comments in the recipe
 
     def take(self, key: str, default: object = None) -> Any:
         """Remove a key from the source and return its value; the default if it is missing or null."""
@@ -79,6 +84,14 @@ class Translation:
         self.record(TRANSLATED, key, given, f"{target}: {value}")
 
     def record(self, kind: str, key: str, value: object, text: str) -> None:
+        """Add an entry. The recipe has a comment for each, so their number is limited.
+
+        Raises:
+            TooLarge: the comments are longer than a recipe can be.
+        """
+        self.size += len(key) + len(text)
+        if self.size > strict_yaml.MAX_BYTES:
+            raise TooLarge
         self.entries.append(Entry(kind, key, value, text))
 
     def move(self, key: str, target: str) -> None:

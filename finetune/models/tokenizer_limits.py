@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.02 s
-MOST_PATTERNS, LONGEST_PATTERN = 50, 10_000
+MOST_STEPS, MOST_PATTERNS, LONGEST_PATTERN = 50, 50, 10_000
 MOST_GROWTH = 100  # characters that one character may become
 MOST_ADDED = 1000  # tokens in addition to those of the text
 LARGEST_ID = 10_000_000  # the library allocates memory for each id up to the largest one
+LONGEST_PIECE = 256  # characters of an entry of a Unigram vocabulary: it is tried at each position of a text
+LONGEST_WORD = 1000  # characters: WordPiece tries each beginning of a word
 # Patterns that are known to be fast: those of the shipped model, Llama 3 and Qwen 2
 _KNOWN = frozenset(
     {
@@ -74,7 +76,9 @@ def check(backend: Tokenizer, name: str) -> None:
             )
         )
     steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
-    growth = prod(max(1, len(text)) for text in map(_inserted, steps))
+    if (count := sum("type" in step for step in steps)) > MOST_STEPS:
+        raise _refused("has too many steps", name, f"{count:,}", f"at most {MOST_STEPS:,}")
+    growth = prod(_growth(step) for step in steps)
     if growth > MOST_GROWTH:
         raise _refused("makes texts too long", name, "the normalizer", f"at most {MOST_GROWTH} times as long")
     if (added := backend.num_special_tokens_to_add(False)) > MOST_ADDED:
@@ -89,6 +93,48 @@ def check(backend: Tokenizer, name: str) -> None:
         )
     if patterns and (slow := _find_slow(tuple(patterns))) is not None:
         raise _refused("has a pattern that takes too long", name, patterns[slow][:200], "another pattern")
+    _check_model(backend, name)
+
+
+def _check_model(backend: Tokenizer, name: str) -> None:
+    """Check the part of a tokenizer that finds the tokens in a text."""
+    from tokenizers import models
+
+    model: Any = backend.model
+    longest = max(map(len, backend.get_vocab()), default=0) if isinstance(model, models.Unigram) else 0
+    if longest > LONGEST_PIECE:
+        expected = f"at most {LONGEST_PIECE} characters"
+        raise _refused("has tokens that are too long", name, f"{longest:,} characters", expected)
+    if isinstance(model, models.WordPiece) and (most := model.max_input_chars_per_word) > LONGEST_WORD:
+        expected = f"max_input_chars_per_word: at most {LONGEST_WORD:,}"
+        raise _refused("takes too long for long words", name, f"{most:,}", expected)
+    if isinstance(model, models.BPE) and model.dropout:
+        raise UserError(
+            Problem(
+                "the tokenizer is random",
+                "model.name",
+                where=name,
+                found=f"dropout: {model.dropout}",
+                fix='set "dropout": null in tokenizer.json',
+                why="the same text would get other tokens each time",
+                code="tokenizer",
+            )
+        )
+
+    for step in _steps(_state(backend.post_processor)):
+        texts = [part["Sequence"]["id"] for part in step.get("single") or () if "Sequence" in part]
+        if step.get("type") == "TemplateProcessing" and texts != ["A"]:
+            raise UserError(
+                Problem(
+                    "the tokenizer repeats or loses texts",
+                    "model.name",
+                    where=name,
+                    found=f"single: {', '.join(texts[:5])}",
+                    expected="the text A once",
+                    fix="use the tokenizer of another checkpoint",
+                    code="tokenizer",
+                )
+            )
 
 
 def _refused(what: str, name: str, found: str, expected: str) -> UserError:
@@ -125,10 +171,12 @@ def _steps(state: TrainerState) -> Iterator[dict[str, Any]]:
         yield from _steps(part)
 
 
-def _inserted(step: dict[str, Any]) -> str:
-    """Return the text that a step inserts for a match or before the text."""
-    name = {"Replace": "content", "Prepend": "prepend"}.get(str(step.get("type")), "")
-    return str(step.get(name, ""))
+def _growth(step: dict[str, Any]) -> int:
+    """Return how many characters a step makes of one: of a match, or before the text."""
+    kind = str(step.get("type"))
+    if kind == "ByteLevel":  # a character for each byte, and each of these has two bytes
+        return 2
+    return max(1, len(str(step.get({"Replace": "content", "Prepend": "prepend"}.get(kind, ""), ""))))
 
 
 def _regex(step: dict[str, Any]) -> str:

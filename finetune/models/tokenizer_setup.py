@@ -40,7 +40,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(without_backend(type(tokenizer).__name__))
-    tokenizer_limits.check(backend, model.name)
+    check_backend(backend, model.name)
     if tokenizer.eos_token_id is None:
         raise UserError(
             Problem(
@@ -51,19 +51,6 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
                 code="tokenizer",
             )
         )
-    if not can_encode(backend):
-        raise UserError(
-            Problem(
-                "the tokenizer can't encode every text",
-                "model.name",
-                found=model.name,
-                fix="use the tokenizer of another checkpoint",
-                code="tokenizer",
-            )
-        )
-    # Ignore truncation and padding of tokenizer.json: `fit` cuts examples, and the collator pads them.
-    backend.no_truncation()
-    backend.no_padding()
     tokenizer.model_max_length = UNLIMITED  # `token_limits.apply` sets the model's limit
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding has no labels, so the model still learns eos
@@ -82,6 +69,29 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     _check_new(model.add_tokens, tokenizer.get_vocab())
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def check_backend(backend: Tokenizer, name: str) -> None:
+    """Switch off truncation and padding of tokenizer.json, and check that the tokenizer can be used (exit 2).
+
+    `fit` cuts examples, and the collator pads them.
+
+    Args:
+        name: the name of the model, for messages.
+    """
+    backend.no_truncation()
+    backend.no_padding()
+    tokenizer_limits.check(backend, name)
+    if not can_encode(backend):
+        raise UserError(
+            Problem(
+                "the tokenizer can't encode every text",
+                "model.name",
+                found=name,
+                fix="use the tokenizer of another checkpoint",
+                code="tokenizer",
+            )
+        )
 
 
 def is_template(template: object) -> bool:
@@ -155,10 +165,8 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
             tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # the library raises this type for every fault; loading reports which one
         return None
-    tokenizer_limits.check(tokenizer, model.name)
+    check_backend(tokenizer, model.name)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])
-    tokenizer.no_truncation()
-    tokenizer.no_padding()  # `load_tokenizer` does the same
     return tokenizer
 
 

@@ -19,7 +19,7 @@ from finetune.data import chat_templates, example_errors, prepared_cache, source
 from finetune.data.examples import BadRow, Example
 from finetune.data.readers import count_rows, read_file
 from finetune.data.template_sandbox import ChatTemplate, render
-from finetune.models import tokenizer_limits
+from finetune.models import tokenizer_setup
 from finetune.models.model_files import file_on_disk, tokenizer_files
 from finetune.recipe.schema import Data, Model, Train
 
@@ -347,9 +347,7 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
     path = Path(tokenizer)
     regular_files.check_regular(path, "model.name", regular_files.limit_of(path))
     backend = Tokenizer.from_file(tokenizer)
-    tokenizer_limits.check(backend, tokenizer)
-    backend.no_truncation()
-    backend.no_padding()
+    tokenizer_setup.check_backend(backend, tokenizer)
     chats = [(example.messages, example.tools) for example in examples if example.messages]
     if chats and not template:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -188,7 +189,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         if flat and get(key) not in (None, harmless):
             problem(key, excludes, found=as_yaml(get(key)), fix=f"remove `{key}`", why=why)
     added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
-    if repeated := ", ".join(str(token) for index, token in enumerate(added) if token in added[:index]):
+    if repeated := ", ".join(text for text, count in Counter(map(str, added)).items() if count > 1):
         problem(
             "model.add_tokens",
             "the list has a token twice",

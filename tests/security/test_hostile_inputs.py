@@ -539,21 +539,21 @@ def recipe_with(section: str, entries: dict[str, Any], folder: Path) -> str:
 LONG = "k" * 200_000
 LARGE: list[tuple[str, dict[str, Any]]] = [
     ("train", {LONG: 1}),
-    ("train", {f"k{number}": 1 for number in range(9000)}),
+    ("train", {f"k{number}": 1 for number in range(4000)}),
     ("adapter", {LONG: 1}),
     ("adapter", {"target_modules": [LONG]}),
     ("adapter", {"target_modules": [f"q{number}" for number in range(900)]}),
     ("adapter", {"rank_pattern": {f"q{number}": 4 for number in range(900)}}),
     *(
-        ("adapter", {key: [f"q{number}" for number in range(9000)]})
+        ("adapter", {key: [f"q{number}" for number in range(4000)]})
         for key in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters")
     ),
-    ("adapter", {"rank_pattern": {f"q{number}": 4 for number in range(9000)}}),
+    ("adapter", {"rank_pattern": {f"q{number}": 4 for number in range(4000)}}),
     ("adapter", {"layer_replication": [[0, 10**9]]}),
     ("eval", {"tasks": [LONG]}),
-    ("eval", {"tasks": [f"a{number}" for number in range(9000)]}),
-    ("eval", {"tasks": [f"./a{number}.yaml" for number in range(9000)]}),
-    ("data", {"name": [{"name": f"a{number}.jsonl"} for number in range(5000)]}),
+    ("eval", {"tasks": [f"a{number}" for number in range(4000)]}),
+    ("eval", {"tasks": [f"./a{number}.yaml" for number in range(4000)]}),
+    ("data", {"name": [{"name": f"a{number}.jsonl"} for number in range(2000)]}),
     ("data", {"name": LONG}),
     ("data", {"name": "[a]" * 60_000}),
     ("data", {"name": "*/" * 60_000}),
@@ -576,6 +576,21 @@ def test_recipe_with_long_names_or_many_entries_is_refused(
     ended = commands.run("check", recipe_with(section, entries, tmp_path))
     assert not ended.wrong and ended.code == 2, ended
     assert ended.said.count("error:") <= 2 * errors.MOST_PROBLEMS
+
+
+MANY: list[tuple[str, str, Any]] = [
+    ("model", "add_tokens", [f"<{number}>" for number in range(15_000)]),
+    ("data", "name", ["a/b"] * 15_000),
+    ("data", "role_map", {f"k{number}": 0 for number in range(15_000)}),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), MANY, ids=lambda one: str(one)[:20])
+def test_recipe_with_more_values_than_any_has_is_refused(
+    section: str, key: str, value: Any, tmp_path, commands
+) -> None:
+    ended = commands.run("check", recipe_with(section, {key: value}, tmp_path))
+    assert not ended.wrong and ended.code == 2 and "the YAML has too many values" in ended.said, ended
 
 
 def test_error_with_many_problems_shows_some_and_counts_the_others() -> None:

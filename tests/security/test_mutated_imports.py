@@ -99,6 +99,25 @@ def test_foreign_yaml_that_expands_or_nests_too_much_is_refused(text: str) -> No
         foreign_yaml.read(text, "a.yaml")
 
 
+SETTINGS = "base_model: a/b\ndatasets: [{path: c/d, type: alpaca}]\n"
+LONG = {
+    "empty lines": SETTINGS + "\n" * 250_000,
+    "a mapping": f"{SETTINGS}odd: {{{', '.join(map(str, range(35_000)))}}}\n",
+    "keys": SETTINGS + "".join(f"k{number}: 1\n" for number in range(25_000)),
+    "tokens": f"{SETTINGS}tokens: [{', '.join(f'a{number}' for number in range(30_000))}]\n",
+    "a text in place of a list": f"{SETTINGS}eot_tokens: {'x' * 250_000}\n",
+    "datasets": "base_model: a/b\ndatasets:\n"
+    + "".join(f"- {{path: c/d{n}, type: alpaca, roles: {{user: [u{n}]}}}}\n" for n in range(4_000)),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_config_of_another_tool_with_many_values_ends_soon(kind: str, tmp_path, commands) -> None:
+    (tmp_path / "config").write_text(LONG[kind])
+    ended = commands.run("import", str(tmp_path / "config"), "--output", str(tmp_path / "recipe.yaml"))
+    assert not ended.wrong, ended
+
+
 def test_foreign_yaml_with_anchors_and_merge_keys_is_read() -> None:
     text = "base: &b {r: 1}\nother: {<<: *b, s: 2.0e-5}\nday: 2020-01-01\n"
     assert foreign_yaml.read(text, "a.yaml") == {

@@ -137,6 +137,22 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 MANY = [{"SpecialToken": {"id": "x", "type_id": 0}}] * 1001
+VOCABULARY = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+
+
+def template(count: int) -> dict[str, Any]:
+    """A template that has the text several times."""
+    text, other = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
+    parts = {"single": [text] * count, "pair": [text, other], "special_tokens": {}}
+    return {"post_processor": step("TemplateProcessing", **parts)}
+
+
+def unigram(length: int, unknown: int | None = 0) -> dict[str, Any]:
+    """A Unigram model with tokens such as a, aa and aaa."""
+    pieces = [*VOCABULARY][: len(VOCABULARY) - length] + ["a" * (number + 2) for number in range(length)]
+    return {"model": {"type": "Unigram", "unk_id": unknown, "vocab": [[piece, -1.0] for piece in pieces]}}
+
+
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "endless split": split("(.|.)+#|a"),
     "slow split": split("(a|a)+#|."),
@@ -159,6 +175,24 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
             special_tokens={"x": {"id": "x", "ids": [1] * 1000, "tokens": ["x"] * 1000}},
         )
     },
+    "text twice": template(2),
+    "text a thousand times": template(1000),
+    "no text": template(0),
+    "many bytes": {"normalizer": step("Sequence", normalizers=[step("ByteLevel")] * 30)},
+    "many steps": {"normalizer": step("Sequence", normalizers=[step("NFKD")] * 5000)},
+    "long tokens": {**unigram(2000), "pre_tokenizer": None},
+    "no unknown token": {**unigram(0, None), "pre_tokenizer": None},
+    "long words": {
+        "model": step(
+            "WordPiece",
+            unk_token="a",
+            continuing_subword_prefix="##",
+            max_input_chars_per_word=10**9,
+            vocab=VOCABULARY,
+        )
+    },
+    "dropout": {"model": {**json.loads((MODEL / "tokenizer.json").read_text())["model"], "dropout": 0.5}},
+    "pieces without length": {"pre_tokenizer": step("FixedLength", length=0)},
 }
 
 
@@ -174,6 +208,43 @@ def test_tokenizer_that_takes_too_long_is_refused(name: str, command: str, tmp_p
     values = [f"model.name={folder}", f"data.name={tmp_path / 'data.jsonl'}", "data.format=auto"]
     ended = commands.run(command, str(QUICKSTART), *values)
     assert not ended.wrong and ended.code == 2 and "error: model.name: the tokenizer" in ended.said, ended
+
+
+PADDED = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+
+
+@pytest.mark.parametrize("options", [{"strategy": {"Fixed": 10**9}, "pad_to_multiple_of": None}])
+def test_padding_of_a_tokenizer_takes_no_memory(options: dict[str, Any], tmp_path, commands) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "padding": {**PADDED, **options}}))
+    ended = commands.run("check", str(QUICKSTART), f"model.name={tmp_path / 'model'}")
+    assert not ended.wrong and ended.code == 0, ended
+
+
+LONG_TOKEN = "ab" * 1_500_000
+OF_TOKENS: list[tuple[str, Any]] = [
+    ("tokenizer.json", {"added_tokens": [{"id": 4096, "content": LONG_TOKEN, "special": True}]}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"4096": {"content": LONG_TOKEN}}}),
+    ("tokenizer_config.json", {"extra_special_tokens": [LONG_TOKEN]}),
+    ("special_tokens_map.json", {"additional_special_tokens": [LONG_TOKEN]}),
+    ("added_tokens.json", {LONG_TOKEN: 4096}),
+]
+
+
+@pytest.mark.parametrize(("name", "entries"), OF_TOKENS, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize("is_escaped", [False, True])
+def test_long_added_tokens_are_refused(name: str, entries: Any, is_escaped: bool, tmp_path, commands) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / name
+    text = json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **entries})
+    if is_escaped:
+        text = text.replace('"added_tokens"', r'"\u0061dded_tokens"')
+        text = text[:-1] + ', "other": {"added_tokens": []}}'
+    path.write_text(text)
+    ended = commands.run("check", str(QUICKSTART), f"model.name={tmp_path / 'model'}")
+    assert not ended.wrong and ended.code == 2, ended
+    assert "the added tokens of the tokenizer are too long" in ended.said, ended
 
 
 def test_usual_patterns_of_tokenizers_are_not_slow() -> None:

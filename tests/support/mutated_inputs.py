@@ -70,9 +70,9 @@ PATHS = [
     "\udcff",
     "\u202egnp.a",
 ]
-HOSTILE: list[Any] = [*PATTERNS, *PATHS, 10**9, 10**12, 10**30, -5, 1e308, [0] * 9000, ["q_proj"] * 9000]
+HOSTILE: list[Any] = [*PATTERNS, *PATHS, 10**9, 10**12, 10**30, -5, 1e308, [0] * 4000, ["q_proj"] * 4000]
 HOSTILE += [
-    [f"k{number}" for number in range(9000)],
+    [f"k{number}" for number in range(4000)],
     {f"k{number}": 1 for number in range(2000)},
     [[0, 10**9]],
 ]

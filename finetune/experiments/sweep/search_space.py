@@ -238,9 +238,11 @@ def _parameter_problems(
             fix=fix,
         )
     labels = [varied_keys.text_of(value) for value in one.choices or ()]
+    seen = set[str]()
     for index, label in enumerate(labels):
-        if label in labels[:index]:
+        if label in seen:
             problem("a choice is listed twice", f"choices.{index}", found=label, fix="remove one of them")
+        seen.add(label)
     target = one.times
     if target is None:
         return found
