@@ -10,17 +10,16 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import ValidationError
-
 from finetune.core.argument_types import (
     check_choice,
     check_device,
     check_gpus,
+    check_items,
     check_overrides,
     check_types,
-    wrong_value,
+    wrong_values,
 )
-from finetune.core.errors import UserError, only_user_errors
+from finetune.core.library_calls import library_call
 from finetune.recipe import loader
 from finetune.recipe.schema import Model, Quantization, Recipe
 from finetune.run import Run
@@ -48,11 +47,12 @@ __all__ = [
     "train",
 ]
 
+
 _NAME, _TEXT = (str, Path), (str, NoneType)
 _TARGETS = ("gguf", "ollama", "vllm", "mlx", "compressed-tensors")
 
 
-@only_user_errors("read the recipe")
+@library_call("read the recipe")
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, apply `section.key=value` overrides, and check everything.
 
@@ -68,7 +68,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return loader.load(path, list(overrides))
 
 
-@only_user_errors("checked the recipe")
+@library_call("checked the recipe")
 def check(recipe: Recipe) -> list[str]:
     """Check a recipe without loading weights, and return notes and advice.
 
@@ -81,7 +81,7 @@ def check(recipe: Recipe) -> list[str]:
     return checker.check(recipe)
 
 
-@only_user_errors("planned the run")
+@library_call("planned the run")
 def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
     """Estimate memory, time and cost on `gpus` GPUs of a type such as "h100", or on this machine."""
     from finetune.planning import planner
@@ -91,7 +91,7 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     return planner.make_for(recipe, gpu, gpus)
 
 
-@only_user_errors("loaded the base model")
+@library_call("loaded the base model")
 def load_model(
     name: str | Path,
     *,
@@ -121,14 +121,12 @@ def load_model(
     check_types(revision=(revision, _TEXT), device=(device, _TEXT))
     check_choice("quantization", quantization, get_args(Quantization))
     check_device(device)
-    try:
+    with wrong_values():
         section = Model(name=str(name), revision=revision, quantization=quantization)
-    except ValidationError as error:
-        raise UserError(*map(wrong_value, error.errors())) from None
     return frozen_model.load(section, device)
 
 
-@only_user_errors("trained the model")
+@library_call("trained the model")
 def train(
     recipe: Recipe,
     *,
@@ -146,17 +144,20 @@ def train(
     Raises:
         UserError: the recipe can't be trained, or another run trains in this process.
     """
+    from transformers import TrainerCallback
+
     from finetune.preflight import checker
     from finetune.training import pipeline
 
     check_types(recipe=(recipe, (Recipe,)), callbacks=(callbacks, (list, tuple)))
     check_types(resume=(resume, _TEXT), quiet=(quiet, (bool,)))
+    check_items("callbacks", callbacks, TrainerCallback)
     checker.check_without_examples(recipe)
     verbosity = "quiet" if quiet else "normal"
     return Run(pipeline.run(recipe, verbosity=verbosity, resumes=resume, callbacks=callbacks).path)
 
 
-@only_user_errors("translated the file")
+@library_call("translated the file")
 def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> Translation:
     """Translate a config of axolotl, LLaMA-Factory or TRL.
 
@@ -180,7 +181,7 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     return reading.import_recipe(path, tool, gpus)
 
 
-@only_user_errors("evaluated the run")
+@library_call("evaluated the run")
 def evaluate(run: Run | str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Evaluate the base model and the fine-tuned model of a finished run; return the content of eval.json."""
     from finetune.evaluation import evaluator
@@ -189,7 +190,7 @@ def evaluate(run: Run | str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     return evaluator.run(_path(run), list(overrides))
 
 
-@only_user_errors("merged the adapter")
+@library_call("merged the adapter")
 def merge(
     run: Run | str | Path, output: str | Path | None = None, *, quantize: str | None = None
 ) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def merge(
     return merging.run(_path(run), output=None if output is None else str(output), quantized=quantize)
 
 
-@only_user_errors("exported the run")
+@library_call("exported the run")
 def export_model(
     run: Run | str | Path,
     to: str,
@@ -236,7 +237,7 @@ def export_model(
     )
 
 
-@only_user_errors("published the run")
+@library_call("published the run")
 def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> dict[str, Any]:
     """Upload a run to the Hub; return the content of publish.json.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.argument_types import check_types
-from finetune.core.errors import only_user_errors
+from finetune.core.library_calls import library_call
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder.run_folder import RunFolder
 
@@ -26,7 +26,7 @@ class Run:
         object.__setattr__(self, "folder", Path(self.folder))  # a text is a path too
 
     @property
-    @only_user_errors("read metrics.jsonl")
+    @library_call("read metrics.jsonl")
     def metrics(self) -> list[dict[str, Any]]:
         """Return the logged training steps, each with its loss, learning rate and tokens per second.
 
@@ -36,7 +36,7 @@ class Run:
         return RunFolder(self.folder).measured_steps()
 
     @property
-    @only_user_errors("read eval.json")
+    @library_call("read eval.json")
     def eval(self) -> dict[str, Any]:
         """Return the content of eval.json, which compares the base model with the fine-tuned model.
 
@@ -45,7 +45,7 @@ class Run:
         """
         return RunFolder(self.folder).read("eval.json")
 
-    @only_user_errors("loaded the model of the run")
+    @library_call("loaded the model of the run")
     def load_model(self) -> PreTrainedModel:
         """Load the base model as in training, and the adapter with plain PEFT, in evaluation mode.
 

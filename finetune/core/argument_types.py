@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from finetune.core.errors import Problem, UserError, nearest
 
@@ -44,6 +47,22 @@ def check_overrides(overrides: object) -> None:
             return
         overrides = next(override for override in overrides if not isinstance(override, str))
     raise UserError(_wrong("overrides", overrides, 'a list such as ["adapter.r=8"]'))
+
+
+def check_items(name: str, values: Collection[object], kind: type) -> None:
+    """Refuse a list with a value that is no instance of `kind`, such as the class in place of an instance."""
+    for value in values:
+        if not isinstance(value, kind):
+            found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+            raise UserError(
+                Problem(
+                    f"an item of the argument `{name}` has the wrong type",
+                    found=found,
+                    expected=f"instances of {kind.__name__}",
+                    fix=f"derive the class from {kind.__name__}, and pass an instance",
+                    code="value-type",
+                )
+            )
 
 
 def check_choice(name: str, value: str | None, choices: Collection[str]) -> None:
@@ -90,7 +109,16 @@ def check_device(device: str | None) -> None:
         ) from None
 
 
-def wrong_value(error: Any) -> Problem:
+@contextlib.contextmanager
+def wrong_values() -> Iterator[None]:
+    """Raise the errors of pydantic as errors of the arguments (exit 2)."""
+    try:
+        yield
+    except ValidationError as error:
+        raise UserError(*map(_wrong_value, error.errors())) from None
+
+
+def _wrong_value(error: Any) -> Problem:
     """Return the problem of an argument that pydantic refuses, from one of `ValidationError.errors()`."""
     name, found = ".".join(map(str, error["loc"])), repr(error["input"])[:200]
     return Problem(

@@ -156,7 +156,10 @@ CODES = {
         "A disk is full, or a file can't be written. Free some space and run the command again "
         "with --resume=auto."
     ),
-    "path": ("finetune can't open a path: it is too long, a folder in place of a file, or access is denied."),
+    "path": (
+        "finetune can't open a path: it is too long, a folder in place of a file, deleted by another "
+        "program, or access is denied."
+    ),
     "launch-config": (
         "The accelerate config is wrong, or does not fit the recipe or the machine. The shipped "
         "configs are in accelerate_configs/."

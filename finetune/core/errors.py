@@ -249,7 +249,7 @@ def explain(error: Exception, doing: str) -> UserError:
         )
     number, where = (error.errno, error.filename) if isinstance(error, OSError) else (_rust_errno(error), "")
     if number not in FULL:
-        return unexpected(error, doing)
+        return _changed_file(error, doing) or unexpected(error, doing)
     return UserError(
         Problem(
             "the disk is full",
@@ -260,6 +260,31 @@ def explain(error: Exception, doing: str) -> UserError:
         ),
         code=Exit.ENVIRONMENT,
     )
+
+
+def _changed_file(error: Exception, doing: str) -> UserError | None:
+    """Return the error for a file that was deleted, replaced or damaged while finetune used it, or `None`.
+
+    Args:
+        doing: `Stage.doing`, used if no stage is stored on the exception.
+    """
+    from safetensors import SafetensorError
+
+    has_path = isinstance(error, OSError) and error.filename
+    # safetensors gives no path. huggingface_hub derives errors of the network from FileNotFoundError.
+    without_path = type(error) is FileNotFoundError or isinstance(error, SafetensorError)
+    if not (has_path or without_path or _rust_errno(error)):
+        return None
+    at = vars(error).get("finetune_stage") or Stage(doing)
+    where = str(getattr(error, "filename", None) or "")[:LONGEST_NAME]
+    found = (getattr(error, "strerror", None) or " ".join(str(error).split()))[:LONGEST]
+    what, why = (
+        f"a file changed while finetune {at.doing}",
+        "another program may have deleted or replaced the file",
+    )
+    fix = "restore the file from a copy, let no other program change it, and run the command again"
+    problem = Problem(what, at.key, where, found, fix=at.fix or fix, why=why, code="path")
+    return UserError(problem, code=at.code)
 
 
 def _rust_errno(error: Exception) -> int:

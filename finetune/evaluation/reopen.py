@@ -107,7 +107,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
         raise UserError(*found, code=Exit.ARTIFACT)
     base: Any = open_base(recipe)
     continue_from.check_patterns(folder.adapter, base)
-    with refused, stacked_experts.plain_parameters(base):
+    with refused, loading.ONE_AT_A_TIME, stacked_experts.plain_parameters(base):
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
     continue_from.check_whole(tuned, list(saved), str(folder.adapter))
     fused_experts.install_quantized(tuned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 
 GROUPED_BYTES = 16
+# transformers changes torch.nn.init and the default dtype of the whole process while it loads a model
+ONE_AT_A_TIME = threading.Lock()
 
 
 def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = None) -> PreTrainedModel:
@@ -57,7 +60,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
         loaded = without_weights(stored_weights.forget(config), options["dtype"])
     else:
         read = model_class.auto_class(config).from_pretrained
-        with stage("loaded the base model", "model.name"):
+        with ONE_AT_A_TIME, stage("loaded the base model", "model.name"):
             loaded, found = model_files.from_hub(
                 read, model, output_loading_info=True, use_safetensors=True, **options
             )

@@ -43,8 +43,19 @@ def check_exists(model: Model) -> None:
 
 
 def check_folder(model: Model) -> None:
-    """Check the files of a local model (exit 2)."""
+    """Check the files of a local model, and that it has no revision (exit 2)."""
     check_exists(model)
+    if model.revision and Path(model.name).exists():
+        raise UserError(
+            Problem(
+                "a model in a local folder has no revisions",
+                "model.revision",
+                found=model.revision,
+                fix="remove `revision`",
+                why=f"{model.name} is a folder, and finetune reads the files in it",
+                code="recipe-conflict",
+            )
+        )
     if Path(model.name).is_dir():
         untrusted_files.check_model(Path(model.name), "model.name")
         _check_old_quantization(Path(model.name))

@@ -229,16 +229,6 @@ def rounded(recipe: Recipe) -> list[str]:
 def _model(recipe: Recipe) -> list[str]:
     model_files.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
-        if recipe.model.revision:
-            raise UserError(
-                Problem(
-                    "a model in a local folder has no revisions",
-                    "model.revision",
-                    found=recipe.model.revision,
-                    fix="remove `model.revision`",
-                    code="recipe-conflict",
-                )
-            )
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
         model_class.check(config)
         stored = model_checks.check_stored(recipe, config)

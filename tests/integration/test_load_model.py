@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,8 +64,27 @@ def test_load_model_without_quantization_is_the_model_of_transformers() -> None:
         ("no/such/folder/here", {}, "model.name"),
         (str(MODEL), {"quantization": "fp9"}, "quantization"),
         (str(MODEL), {"quantization": "fp8"}, "no fp8 GEMMs"),
+        (str(MODEL), {"revision": "main"}, "a model in a local folder has no revisions"),
     ],
 )
 def test_load_model_raises_user_errors(name: str, options: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         finetune.load_model(name, **options)
+
+
+def test_load_model_from_several_threads_loads_whole_models() -> None:
+    """transformers patches torch.nn.init while it loads a model, so finetune loads one model at a time."""
+    together, initialize = threading.Barrier(4), torch.nn.init.kaiming_uniform_
+
+    def load(_: int) -> Any:
+        together.wait()
+        return finetune.load_model(str(MODEL))
+
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(load, range(4)))
+    expected = models[0].state_dict()
+    for model in models[1:]:
+        found = model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert torch.nn.init.kaiming_uniform_ is initialize and torch.get_default_dtype() == torch.float32

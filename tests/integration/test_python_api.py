@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -42,6 +43,7 @@ def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path,
         for name in ("first", "second")
     ]
     second = SecondRun(recipes[1])
+    environment = dict(os.environ)
     run = finetune.train(recipes[0], callbacks=[second], quiet=True)
     assert "already trains a run" in second.error and not (tmp_path / "second").exists()
     assert second.steps == 2 and [line["step"] for line in run.metrics][-1] == 2
@@ -49,6 +51,7 @@ def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path,
     model, tokens = run.load_model(), torch.tensor([[1, 2, 3]])
     assert not model.training and torch.isfinite(model(input_ids=tokens).logits).all()
     assert capsys.readouterr().out == ""
+    assert dict(os.environ) == environment
 
 
 def test_a_run_without_an_evaluation_is_an_error_of_the_user(tmp_path) -> None:

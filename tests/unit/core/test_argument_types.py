@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 import finetune
 from finetune.cli import main
@@ -37,6 +38,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "revision": lambda value: finetune.load_model(MODEL, revision=value),
     "device": lambda value: finetune.load_model(MODEL, device=value),
     "recipe of train": lambda value: finetune.train(value),
+    "callbacks": lambda value: finetune.train(finetune.load_recipe(QUICKSTART), callbacks=value),
+    "a callback": lambda value: finetune.train(finetune.load_recipe(QUICKSTART), callbacks=[value]),
     "resume": lambda value: finetune.train(finetune.load_recipe(QUICKSTART), resume=value),
     "quiet": lambda value: finetune.train(finetune.load_recipe(QUICKSTART), quiet=value),
     "path of import_recipe": lambda value: finetune.import_recipe(value),
@@ -66,6 +69,12 @@ def test_arguments_of_a_wrong_type_are_errors_of_the_user(call: str) -> None:
             CALLS[call](value)
         assert raised.value.code == Exit.INPUT
         assert {problem.code for problem in raised.value.problems} == {"value-type"}, str(raised.value)
+
+
+def test_class_of_a_callback_in_place_of_an_instance_is_an_error_of_the_user() -> None:
+    wrong: Any = TrainerCallback
+    with pytest.raises(UserError, match="the class TrainerCallback"):
+        finetune.train(finetune.load_recipe(QUICKSTART), callbacks=[TrainerCallback(), wrong])
 
 
 PATHS: dict[str, Callable[[Any], object]] = {
