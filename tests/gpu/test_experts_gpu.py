@@ -17,7 +17,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.kernels import attention_functions
 from finetune.kernels import expert_ops as ops
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
-from finetune.quantization import stacked_experts
+from finetune.quantization import mxfp4_experts, stacked_experts
 from finetune.speed import fused_experts
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
@@ -138,6 +138,27 @@ def test_dequantized_experts_are_those_of_the_cpu(storage: str, shape: tuple[int
         assert torch.equal(made.cpu(), wanted)
 
 
+def test_dequantized_mxfp4_experts_are_those_of_the_cpu() -> None:
+    blocks = torch.randint(256, (3, 40, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (3, 40, 5), dtype=torch.uint8)
+    made, right = (
+        mxfp4_experts.quantized(blocks.to(device), scales.to(device), torch.bfloat16)
+        for device in ("cuda", "cpu")
+    )
+    there, here = (one.dequantize_by(one.detach()) for one in (made, right))
+    assert there.shape == (3, 160, 40) and torch.equal(there.cpu(), here)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+def test_a_step_of_quantized_experts_with_their_own_gate(storage: str, compiled: bool) -> None:
+    """gpt-oss, beside transformers' own forward on the dequantized weights."""
+    model, own = (mixture(None, storage=storage, family="gpt_oss") for _ in range(2))
+    stacked_experts.dequantize(own)
+    fused_experts.install_quantized(model)
+    assert_same_step(model, own, compiled)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_quantized_model_s_step_is_pefts(storage: str, compiled: bool) -> None:
@@ -160,12 +181,15 @@ def assert_same_step(model: Any, own: Any, compiled: bool) -> None:
     assert again == loss and all(torch.equal(same[name], gradients[name]) for name in same)
 
 
-def mixture(parameters: Any, seed: int = 0, storage: str = "") -> Any:
+def mixture(parameters: Any, seed: int = 0, storage: str = "", family: str = "qwen3_moe") -> Any:
     """A PEFT model on the GPU, with quantized experts if `storage` is given."""
     torch.manual_seed(seed)
+    experts = {"num_local_experts": 8, "intermediate_size": 96, "pad_token_id": 0}  # of gpt-oss
+    if family == "qwen3_moe":
+        experts = {"num_experts": 8, "moe_intermediate_size": 96}
     config = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=256, moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2,
-        head_dim=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000,
+        family, hidden_size=256, num_experts_per_tok=2, head_dim=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=1000, **experts,
     )  # fmt: skip
     whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
