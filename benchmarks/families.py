@@ -144,6 +144,28 @@ def peer(job: gpu.Job) -> dict[str, Any]:
     return gpu.result(job, seconds, loss, peak, attention=f"{attention} (as set)")
 
 
+NAMES = {
+    "qwen3.5-trl": "Qwen3.5-9B's sizes, 8 layers: TRL + PEFT, bf16",
+    "qwen3.5-lora-eager": "the same with finetune, without torch.compile",
+    "qwen3.5-lora-packed": "finetune, documents in packed sequences",
+    "gpt-oss-qlora": "gpt-oss-20b's sizes, 24 layers: finetune, qlora",
+    "gpt-oss-fp8": "the same in fp8",
+    "gpt-oss-bf16": "the same, experts dequantized to bf16",
+}
+
+
+def table(measured: dict[str, dict[str, Any]]) -> str:
+    """Return the table of docs/reference/benchmarks.md."""
+    lines = ["| | call | tokens/s | tokens a step | peak GiB | first step, s | last loss | kernels |"]
+    lines.append("|" + "---|" * 8)
+    for name, row in measured.items():
+        tokens = f"{row['real_tokens_per_step']:,.0f}"
+        cells = [NAMES.get(name, name), row["call"], f"{row['tokens_per_second']:,.0f}", tokens]
+        cells += [f"{row['peak_gib']:.1f}", f"{row['first_step_seconds']:.0f}", f"{row['loss']:.3f}"]
+        lines.append("| " + " | ".join(map(str, [*cells, ", ".join(row["kernels"]) or "none"])) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -45,6 +45,7 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "evaluation_speed": ("evaluation:speed_table", "evaluation"),
     "experts": ("experts:table", "experts"),
     "experts_short": ("experts:short_table", "experts"),
+    "families": ("families:table", "families"),
     "gpu": ("gpu:table", "gpu"),
     "loss_parity": ("loss_parity:table", "loss_parity"),
     "multi_gpu": ("multi_gpu:table", "multi_gpu"),

@@ -1,4 +1,4 @@
-"""Whether the installed kernels of gated delta nets compute right gradients on this GPU."""
+"""Whether the installed kernels of gated delta nets compute right gradients here, and can be compiled."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def uses_package(config: ModelConfig) -> bool:
     """Return whether layers of this model run the kernels of flash-linear-attention here."""
     family = config.get_text_config().model_type
     return PACKAGE in upstream_options.kernel_packages(family).values() and packages.installed(PACKAGE)
+
+
+def not_compiled_reason(config: ModelConfig) -> str:
+    """Return why `auto` does not compile the layers of this model; the empty string if it may."""
+    if not uses_package(config):
+        return ""
+    return "torch.compile takes minutes for the kernels of flash-linear-attention"  # benchmarks/LOG.md
 
 
 def check(config: ModelConfig, hardware: Hardware) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
+from finetune.autoconfig import (
+    compilation,
+    cuda_graphs,
+    delta_net_kernels,
+    memory_estimate,
+    mixed_precision,
+    optimizer_choice,
+)
 from finetune.autoconfig.compilation import Work
 from finetune.autoconfig.decisions import ModelSpec
 from finetune.distributed import launch_environment
@@ -60,6 +67,7 @@ def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
     flops = step_time.flops(run.model, run.adapter, run.full) * of_row * run.batch.accumulation
     with launch_environment.under(dict(by.variables)):
         eager = launch_environment.eager(plain=not run.full and run.storage in mixed_precision.STORED)
+        eager = eager or delta_net_kernels.not_compiled_reason(run.model.config)
         single_process = cuda_graphs.is_single_plain_process(run.target.processes)
     state = optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed) + 4 * share.half
     averages = memory_estimate.AVERAGES if run.adapter.allocates else 0

@@ -6,7 +6,13 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, optimizer_choice
+from finetune.autoconfig import (
+    compilation,
+    cuda_graphs,
+    delta_net_kernels,
+    memory_estimate,
+    optimizer_choice,
+)
 from finetune.autoconfig.batch_size import Batch
 from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing import training_state
@@ -55,7 +61,7 @@ def work_of(
     parts = launch.processes if launch.splitter else 1
     bytes_per_parameter = 4 + parts * optimizer_bytes_per_parameter(recipe, setup)
     plain = hasattr(adapted, "peft_config") and not setup.quantized
-    eager = launch_environment.eager(plain=plain)
+    eager = launch_environment.eager(plain=plain) or delta_net_kernels.not_compiled_reason(adapted.config)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
     single_process = cuda_graphs.is_single_plain_process(launch.processes)
     searched = recipe.train.per_device_train_batch_size == "auto"

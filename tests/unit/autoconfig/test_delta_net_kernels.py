@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import transformers
 
-from finetune.autoconfig import delta_net_kernels
+from finetune.autoconfig import compilation, delta_net_kernels
 from finetune.core.errors import Exit, UserError
 from finetune.hardware.detection import Hardware
 from support.hybrid_families import config_of
@@ -69,3 +69,18 @@ def test_others_are_not(
 ) -> None:
     install(tmp_path, monkeypatch, triton, *modules)
     delta_net_kernels.check(config_of(config) if config else transformers.LlamaConfig(), gpu(major))
+
+
+def test_auto_does_not_compile_layers_with_these_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first step had not ended after three minutes (benchmarks/LOG.md)."""
+    config = config_of("qwen3_5_text")
+    assert not delta_net_kernels.not_compiled_reason(config)
+    install(tmp_path, monkeypatch, "3.7.1", "fla")
+    reason = delta_net_kernels.not_compiled_reason(config)
+    assert "flash-linear-attention" in reason
+    assert not delta_net_kernels.not_compiled_reason(transformers.LlamaConfig())
+    work = compilation.Work(4096, 1e30, eager=reason)
+    assert compilation.choose_compile("auto", work, gpu(9)) == ("off", f"auto: {reason}")
+    assert compilation.choose_compile(True, work, gpu(9)).value == "on"
