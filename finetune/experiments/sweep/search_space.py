@@ -34,8 +34,11 @@ REFUSED = {  # keys and sections that a search cannot vary
 # Overrides that switch off what trials do not need. They follow the user's overrides, also in a W&B sweep.
 IN_TRIALS = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null"]
 IN_TRIALS += ["eval.tasks=[]", "eval.forgetting=false", "eval.generate=false"]
+MOST_CORNERS = 200  # choices and ends of ranges of a space: each is checked as a recipe
+MOST_STEPS = 10_000  # of a range
 WHOLE = 1e-8  # tolerance for a number of steps to count as an integer
-Number = Annotated[int | float, Field(allow_inf_nan=False)]
+LARGEST = 1e15  # of a range, and of a choice that is multiplied
+Number = Annotated[int | float, Field(allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
 
 
 class Search(Section):
@@ -148,6 +151,19 @@ def parse(path: Path) -> tuple[Space, list[Problem]]:
         problems += wrong
         if found and not wrong:
             parameters[key] = found
+    if (count := sum(len(one.corners) for one in parameters.values())) > MOST_CORNERS:
+        problems.append(
+            Problem(
+                "the search space has too many choices",
+                where=where[("space",)],
+                found=f"{count:,}",
+                expected=f"at most {MOST_CORNERS}",
+                fix="use a range (low and high) in place of a long list of choices",
+                why="finetune checks each choice as a recipe before the first trial",
+                code="search-space",
+            )
+        )
+        parameters.clear()
     return Space(path, search or Search(), _ordered(parameters), where), problems
 
 
@@ -237,6 +253,14 @@ def _parameter_problems(
             found=f"low {one.low}, high {one.high}, step {one.step}",
             fix=fix,
         )
+    if (count := _count_steps(one)) > MOST_STEPS:
+        problem(
+            "the range has too many steps",
+            "step",
+            found=f"{count:,.0f}",
+            expected=f"at most {MOST_STEPS:,}",
+            fix="use a larger step, or `log: true` without a step",
+        )
     labels = [varied_keys.text_of(value) for value in one.choices or ()]
     seen = set[str]()
     for index, label in enumerate(labels):
@@ -246,7 +270,7 @@ def _parameter_problems(
     target = one.times
     if target is None:
         return found
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value, _ in one.corners):
+    if not all(_is_factor(value) for value, _ in one.corners):
         problem("`times` needs numbers as choices", "times", found=", ".join(labels), fix="remove `times:`")
     other = all_of_them.get(target) if target != key else None
     if isinstance(other, dict) and other.get("times") not in (None, target):
@@ -257,6 +281,16 @@ def _parameter_problems(
             fix=f"times: {other['times']}",
         )
     return found
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _count_steps(one: Parameter) -> float:
+    """Return the number of steps in a range whose values are listed for W&B, or 0."""
+    step = one.step or (1 if one.whole and one.times is not None and not one.log else None)
+    return 0 if step is None or one.low is None or one.high is None else (one.high - one.low) / step
 
 
 def _unreached(one: Parameter) -> str:

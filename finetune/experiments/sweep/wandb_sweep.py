@@ -63,8 +63,9 @@ def distribution(key: str, one: Parameter, recipe: Recipe) -> dict[str, Any]:
     Values with steps and multiples of integers are listed, because W&B counts its steps from 0 in units of
     one.
     """
-    listed = grid(one)
-    if listed is not None and (one.choices is not None or one.step is not None or one.times is not None):
+    is_listed = one.choices is not None or one.step is not None or one.times is not None
+    listed = grid(one) if is_listed else None
+    if listed is not None:
         values = [multiplied(key, value, one, {}, recipe) for value in listed]
         return {"values": [text_of(v) if isinstance(v, list | dict) else v for v in values]}
     low, high = (multiplied(key, value, one, {}, recipe) for value, _ in one.corners)

@@ -122,6 +122,29 @@ def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> No
     assert ":7:" in text and "an integer" in text
 
 
+HUGE = {
+    "steps": "train.learning_rate: {low: 0.0, high: 1.0, step: 1e-9}",
+    "integers": "adapter.lora_alpha: {low: 1, high: 1000000000, times: adapter.r}",
+    "choices": f"adapter.r: {{choices: [{', '.join(map(str, range(1, 400)))}]}}",
+    "an end": f"adapter.r: {{low: 1, high: {'9' * 350}, step: 1}}",
+    "a factor": f"adapter.lora_alpha: {{choices: [1, {'9' * 350}], times: adapter.r}}",
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_space_with_huge_numbers_or_many_values_is_refused(kind: str, tmp_path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(f"space:\n  {HUGE[kind]}\n")
+    with pytest.raises(UserError, match=r"too many|out of range|needs numbers"):
+        search_space.read(path)
+
+
+def test_wide_range_of_integers_is_no_list_in_a_wandb_sweep() -> None:
+    wide = search_space.Parameter(low=1, high=10**9)
+    found = wandb_sweep.distribution("adapter.r", wide, loader.load(QUICKSTART))
+    assert found == {"distribution": "int_uniform", "min": 1, "max": 10**9}
+
+
 def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> None:
     made = space(tmp_path, "space:\n  adapter.lora_alpha: {choices: [1, 2], times: adapter.rr}\n")
     with pytest.raises(UserError) as raised:
