@@ -300,8 +300,8 @@ def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str,
 
 NAMES = {
     "bf16": "finetune, bf16",
-    "fp8": "finetune, fp8",
-    "nf4": "finetune, NF4",
+    "fp8": "finetune, experts in fp8",
+    "nf4": "finetune, experts in NF4",
     "int8": "finetune, int8",
     "bf16-graphs": "finetune, bf16, CUDA graphs",
     "bf16-2048": "finetune, bf16, 1 x 2,048 tokens",
@@ -338,8 +338,8 @@ def short_table(measured: dict[str, dict[str, Any]]) -> str:
     call = max(row["call"] for name, row in measured.items() if name.startswith("trl"))
     rows = {name.partition(",")[0]: row for name, row in measured.items() if row["call"] == call}
     title = "6 of the 48 layers of Qwen3-30B-A3B, LoRA on attention and experts"
-    head = f"{title}, {rows['bf16']['gpu']}, 16,384 tokens per step"
-    lines = [f"| {head} | tokens/s | peak GPU memory, GiB |", "|---|---|---|"]
+    head = f"{title}, {rows['bf16']['gpu']}, 4 x 4,096 tokens per step"
+    lines = [f"| {head} | tokens/s | peak GiB |", "|---|---|---|"]
     for name in ("bf16", "fp8", "nf4", "unsloth", "unsloth-nf4", "trl"):
         row = rows[name]
         lines.append(f"| {NAMES[name]} | {row['tokens_per_second']:,} | {row['peak_gib']:.1f} |")

@@ -64,7 +64,7 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
 }
 SPEED = (  # method; rows of peers.json: finetune's, TRL's with Liger kernels, and Unsloth's
     ("LoRA, bf16 base model", "lora-bf16", "trl+liger", "unsloth"),
-    ("LoRA, fp8 base model", "lora-fp8", "", ""),
+    ("LoRA, fp8 base model and GEMMs", "lora-fp8", "", ""),
     ("QLoRA, NF4 base model", "qlora", "trl-qlora+liger", "unsloth-qlora"),
 )
 OPTIMIZATIONS = (
@@ -112,7 +112,7 @@ def tables(measured: dict[str, Any]) -> dict[str, str]:
 def speed(measured: dict[str, dict[str, Any]]) -> str:
     """Compare finetune with TRL and Unsloth: Llama 3.1 8B, all rows from one call on one GPU."""
     first = measured["lora-bf16"]
-    head = f"Llama 3.1 8B architecture, {first['gpu']}, 16,384 tokens per step"
+    head = f"Llama 3.1 8B architecture, {first['gpu']}, 4 x 4,096 tokens per step"
     lines = [f"| {head} | finetune | TRL + Liger kernels | Unsloth 2026.10.9 |", "|---|---|---|---|"]
     for method, *names in SPEED:
         cells = [_rate_and_peak(measured[name]) if name else "not measured" for name in names]

@@ -10,7 +10,7 @@ from finetune.cli.inputs import opened
 
 
 def report(options: argparse.Namespace) -> dict[str, Any]:
-    """Write an HTML report of a run: results, curves, run checks."""
+    """Write an HTML report of a run: results, curves, settings that ran."""
     from finetune.reporting import html_report
 
     # An incomplete run folder is enough

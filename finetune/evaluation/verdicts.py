@@ -102,9 +102,11 @@ def titled(name: str) -> str:
 
 
 def shown_word(change: dict[str, Any], metric: str, *, forgetting: bool) -> str:
-    """Return the word of a measure for people. The forgetting check says what was measured: `lower loss`."""
+    """Return the word of a measure for people. The forgetting check says what was measured: `higher loss`."""
     word = current_word(str(change.get("verdict", "")))
-    if not forgetting or word not in (BETTER, WORSE):
+    if forgetting and word == BETTER:
+        return "no forgetting"
+    if not forgetting or word != WORSE:
         return FORGETTING.get(word, word) if forgetting else word
     return f"{_direction(change, word)} {'loss' if metric == 'loss' else 'score'}"
 

@@ -316,7 +316,7 @@ def _usual_value(path: tuple[str, ...], raw: dict[str, Any], items: list[Any]) -
         return as_yaml(own[path[1]])
     section = build.sections(kind).get(path[0])
     default = section.model_fields[path[1]].default if section and path[1] in section.model_fields else None
-    return as_yaml(default) if isinstance(default, (bool, int, float, str)) else ""
+    return f"{as_yaml(default)}  # the default" if isinstance(default, (bool, int, float, str)) else ""
 
 
 def unknown_key(path: tuple[str, ...], raw: dict[str, Any], where: Where, known: Known) -> Problem:

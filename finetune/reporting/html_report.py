@@ -146,7 +146,7 @@ def headlines(run: Run) -> list[tuple[str, str, str]]:
     if run.run_checks:
         ok = sum(bool(check["passed"]) for check in run.run_checks)
         same = (
-            "the run used the planned settings"
+            "the settings that the plan shows are those that ran"
             if ok == len(run.run_checks)
             else "the run differs from the plan"
         )
@@ -283,7 +283,9 @@ def render(run: Run, verdict: Verdict) -> str:
     """Return the HTML page."""
     drawn = list(charts(run))
     given = {"run": run, "verdict": verdict, "summary": summary(run), "headlines": headlines(run)}
-    given |= {"name": run.path.resolve().name, "charts": drawn, "scores": scores.table(run.evaluation)}
+    given |= {"name": run.path.resolve().name, "charts": drawn}
+    overlap = scores.overlap(vars(run.data["train"])) if run.data else ""
+    given["scores"] = scores.table(run.evaluation, overlap)
     given |= {"sources": scores.sources(run.evaluation), "advice": advice(run, verdict)}
     command, needs = reproduce(run)
     given |= {"command": command, "needs": needs, "environment": environment(run)}

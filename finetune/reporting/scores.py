@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "ended its answer itself"}
-MEANING = {"exact_match": "answers equal to the reference", "ended": "not cut off at the token limit"}
+MEANING = {
+    "loss": "on the tokens that train",
+    "exact_match": "answers equal to the reference",
+    "ended": "not cut off at the token limit",
+}
 KINDS = {
     verdicts.BETTER: "good",
     verdicts.NO_DIFFERENCE: "same",
@@ -89,13 +93,29 @@ def headlines(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     return large
 
 
-def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
-    """Return the results in groups: validation set, tasks, and tasks that measure forgetting."""
+def overlap(train: dict[str, Any]) -> str:
+    """Say how many validation examples are also in the training set; empty if that is not known.
+
+    Args:
+        train: `Report` of the training set, as data_report.json has it.
+    """
+    if not train.get("kept"):
+        return ""
+    equal = (train.get("counts") or {}).get("in_validation", 0)
+    return f"{equal:,} examples also in the training set" if equal else "no example in the training set"
+
+
+def table(found: dict[str, Any], overlap: str = "") -> list[tuple[str, list[Row]]]:
+    """Return the results in groups: validation set, tasks, and tasks that measure forgetting.
+
+    Args:
+        overlap: what to say behind the name of the validation set.
+    """
     tasks, kept = [], []
     for name, task in (found.get("tasks") or {}).items():
         (kept if task.get("forgetting") else tasks).extend(_task(str(name), task))
     groups = [
-        ("Validation set", _held_out(found)),
+        (f"Validation set, {overlap}" if overlap else "Validation set", _held_out(found)),
         ("Tasks", tasks),
         ("Forgetting check", kept),
     ]

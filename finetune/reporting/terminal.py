@@ -11,6 +11,7 @@ from finetune.core.command_lines import command
 from finetune.core.formatting import is_share
 from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
+from finetune.reporting import scores
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def show_plan(
 
 def show_result(screen: Console, folder: RunFolder, checks: RunChecks, result: dict[str, Any]) -> None:
     """Print the scores, samples, the number of run checks that passed, and the next commands."""
-    show_scores(screen, result)
+    train = folder.read("data_report.json").get("train") or {}
+    show_scores(screen, result, scores.overlap(train))
     show_checks(screen, checks)
     show_next(screen, folder)
 
@@ -87,12 +89,16 @@ def show_checks(screen: Console, checks: RunChecks) -> None:
     if screen.verbose or passed < total:
         rows = [(c.option, "passed" if c.passed else "FAILED", c.expected, c.actual) for c in checks.entries]
         screen.table("run checks", ("setting", "result", "expected", "actual"), rows)
-    meaning = ": the run used the settings of the plan" if passed == total else ""
+    meaning = ": the settings printed before training are those that ran" if passed == total else ""
     screen.say("", f"{passed} of {total} run checks passed{meaning}")
 
 
-def show_scores(screen: Console, result: dict[str, Any]) -> None:
-    """Print the scores of base model and fine-tuned model, and samples of both."""
+def show_scores(screen: Console, result: dict[str, Any], overlap: str = "") -> None:
+    """Print the scores of base model and fine-tuned model, and samples of both.
+
+    Args:
+        overlap: how many validation examples are also in the training set.
+    """
     rows = [
         _score_row(name, key, result)
         for key, name in (
@@ -112,7 +118,8 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
     if rows:
         columns = ("measure", "base model", "fine-tuned", "change (95% CI)", "verdict")
         screen.table("result", columns, rows, wide=("verdict",))
-        _say_wrapped(screen, verdicts.LEGEND)
+        apart = f" Validation set: {overlap}." if overlap else ""
+        _say_wrapped(screen, f"{verdicts.LEGEND}{apart}")
     screen.say(verdicts.title(result["verdict"]), style="bold")
     _say_wrapped(screen, result["verdict"]["why"])
     for note in result["settings"]["notes"]:
@@ -154,7 +161,7 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
         numbers = [scores[side][key] for side in ("base", "tuned")]
         known = all(isinstance(one, int | float) for one in numbers)
         value = f"{formatting.signed(numbers[1] - numbers[0], text)}{unit}" if known else ""
-        return name, base, tuned, value, "not tested"
+        return name, base, tuned, f"{value} (no CI)" if value else "", "not tested"
     low, value, high = (formatting.signed(found[part], text) for part in ("low", "value", "high"))
     word = verdicts.shown_word(found, key, forgetting=bool(scores.get("forgetting"))) or "not tested"
     return name, base, tuned, f"{value}{unit} ({low} to {high})", word

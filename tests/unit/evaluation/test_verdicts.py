@@ -174,7 +174,7 @@ def test_equal_examples_share_a_group() -> None:
     [
         (
             change(-0.03, 1e-9),
-            "lower loss",
+            "no forgetting",
             "loss on general text is lower than the base model's (1 -> 0.97, 95% CI",
         ),
         (

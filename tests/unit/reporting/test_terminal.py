@@ -23,7 +23,7 @@ def test_table_of_run_checks_only_with_verbose_or_a_failed_check(verbose, passed
     said = capsys.readouterr().out
     assert f"{1 + passed} of 2 run checks passed" in said
     assert ("optimizer" in said) == is_table
-    assert ("the run used the settings of the plan" in said) == passed
+    assert ("the settings printed before training are those that ran" in said) == passed
     assert ("FAILED" in said) != passed
 
 
