@@ -72,7 +72,7 @@ class FrozenExperts:
             if module.has_bias:
                 expert = top_k_index.flatten()[order.long()]
                 rows = rows + getattr(module, f"{name}_bias")[expert].to(rows.dtype)
-            rows = module._apply_gate(rows) if number == 0 else rows
+            rows = upstream_private.gate_of(module)(rows) if number == 0 else rows
         return _Sum.apply(rows, top_k_weights, order, places).to(hidden_states.dtype)
 
     def own_forward(
