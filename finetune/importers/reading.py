@@ -32,6 +32,8 @@ SCRIPTS = (
     "sft",
 )  # of `trl/scripts`
 _COMMAND = re.compile(rf"(^|[\s/])trl\s+[a-z-]+\s+--?\w|scripts?/({'|'.join(SCRIPTS)})\.py(\s|$)")
+_OPERATOR = re.compile(r"\d*[<>]|&|\||;")  # of a shell, after the words of a command
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 TOOLS = {"axolotl": axolotl, "llamafactory": llamafactory, "trl": trl}
 KEYS = {  # tool -> keys that only this tool has
     "axolotl": {
@@ -116,6 +118,8 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
                 Problem(f"finetune can't import {kind}", where=str(path), fix=instead, code="import")
             )
     tool = tool or ("trl" if words else _tool_of(source, str(path)))
+    if tool != "llamafactory":  # which takes any string as true
+        source = {key: _boolean(key, value) for key, value in source.items()}
     state = Translation(TOOLS[tool].TOOL, source)
     if not source.get(MODELS[tool]):
         raise UserError(
@@ -191,6 +195,13 @@ def _text(path: Path) -> str:
         ) from error
 
 
+def _boolean(key: str, value: object) -> object:
+    """Return the boolean in a string such as "false", as axolotl and TRL read it."""
+    if key.endswith(("strategy", "mixed_precision")) or not isinstance(value, str):
+        return value  # `save_strategy: "no"` is a name
+    return BOOLEANS.get(value.lower(), value)
+
+
 def _too_large(where: str, found: str) -> Problem:
     return Problem(
         "the recipe of this file would be too large",
@@ -233,6 +244,8 @@ def _command_words(text: str, where: str) -> list[str]:
                     code="import",
                 )
             ) from error
+        ends = (place for place, word in enumerate(words) if _OPERATOR.match(word))
+        words = words[: next(ends, None)]
         for place, word in enumerate(words):
             before = words[:place]
             launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []

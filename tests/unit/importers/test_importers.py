@@ -767,3 +767,27 @@ def test_a_config_whose_recipe_is_too_large_is_refused(tmp_path) -> None:
     path.write_text(text + f"unknown: &long {name}\ntokens: [{', '.join(['*long'] * 9)}]\n")
     with pytest.raises(UserError, match="too large"):
         reading.import_recipe(path)
+
+
+STATED = "base_model: a/b\ndatasets: [{path: c/d, type: alpaca}]\nadapter: lora\nmicro_batch_size: 1\n"
+OFF = ("train_on_inputs", "sample_packing", "load_in_4bit", "gradient_checkpointing")
+
+
+@pytest.mark.parametrize("word", ["false", "False", "no", "off"])
+def test_a_boolean_of_axolotl_in_quotes_is_a_boolean(word: str, tmp_path) -> None:
+    recipes = []
+    for value in ("false", f'"{word}"'):
+        (tmp_path / "config.yaml").write_text(STATED + "".join(f"{key}: {value}\n" for key in OFF))
+        recipes.append(reading.import_recipe(tmp_path / "config.yaml").recipe)
+    assert recipes[0] == recipes[1]
+    assert recipes[0]["data.packing"] is False and recipes[0]["adapter.type"] == "lora"
+
+
+@pytest.mark.parametrize("after", ["", " 2>&1 | tee log.txt", " > log.txt", " && echo done", " ; date", " &"])
+def test_a_shell_operator_ends_the_options_of_a_command(after: str, tmp_path) -> None:
+    script = tmp_path / "train.sh"
+    words = "--use_peft no --packing no --save_strategy no --gradient_checkpointing false"
+    script.write_text(f"trl sft --model_name_or_path a/b --dataset_name c/d {words}{after}\n")
+    found = reading.import_recipe(script).recipe
+    assert found["adapter.type"] == "full" and found["data.packing"] is False
+    assert found["train.save_strategy"] == "no" and found["speed.activation_checkpointing"] == "none"
