@@ -99,9 +99,7 @@ def of_llamafactory(
     messages, known = list(example.messages or ()), TEMPLATES[template]
     if not messages or example.tools or any(turn["role"] == "tool" for turn in messages):
         raise NotCompared("finetune does not know how LLaMA-Factory writes this example")
-    system = known.default_system
-    if messages[0]["role"] == "system":
-        system = messages.pop(0)["content"]
+    system = messages.pop(0)["content"] if messages[0]["role"] == "system" else known.default_system
     before = known.system.replace("{}", system) if system else ""
     ids, labels = list[int](), list[int]()
     for number, turn in enumerate(messages):
