@@ -313,8 +313,10 @@ def _reason(name: str, hardware: Hardware, rows: RowLayout, passed_over: list[st
     if measured:
         text += f" ({measured} TFLOP/s forward / backward, measured on an H200)"
     if multiple := kernel_limits.LENGTH_MULTIPLES.get(name):
-        text += f"; {name} needs 0.1 s or more for each new length, so the default of "
-        text += f"train.pad_to_multiple_of is {multiple}"
+        text += (
+            f"; {name} needs 0.1 s or more for each new length, so the default of "
+            f"train.pad_to_multiple_of is {multiple}"
+        )
     return f"{text}; {'; '.join(passed_over)}" if passed_over else text
 
 

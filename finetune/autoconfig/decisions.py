@@ -195,8 +195,9 @@ def plan_memory(spec: ModelSpec, work: Work, keeps: Keeps, offload: str) -> Memo
         offload: `speed.offload`, or the choice for it.
     """
     usable = work.usable - work.bytes_per_parameter * (spec.trained // work.parts) / memory_estimate.GIB
-    options = {"usable": usable, "offload": offload, "extra": spec.rounded_gib}
-    return memory_estimate.activations(spec.config, work.tokens, keeps, **options)._replace(host=work.host)
+    return memory_estimate.activations(
+        spec.config, work.tokens, keeps, usable=usable, offload=offload, extra=spec.rounded_gib
+    )._replace(host=work.host)
 
 
 def keeps_of(spec: ModelSpec, parts: int, *, fused: bool, compiled: bool) -> Keeps:

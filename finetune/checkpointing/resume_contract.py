@@ -147,9 +147,18 @@ def compare(
         )
         if {key for key, *_ in wrong} <= {*TOKEN_IDS}:
             same = f"install the versions that wrote the checkpoint ({_versions(then)})"
-        texts = {"why": "the result would differ from a run without a stop", "code": "resume-mismatch"}
-        texts |= {"fix": f"{same}, {ANEW}", "more": "\n".join(table)}
-        raise UserError(Problem(what, where=str(path), found=head, **texts), code=Exit.ARTIFACT)
+        raise UserError(
+            Problem(
+                what,
+                where=str(path),
+                found=head,
+                why="the result would differ from a run without a stop",
+                code="resume-mismatch",
+                fix=f"{same}, {ANEW}",
+                more="\n".join(table),
+            ),
+            code=Exit.ARTIFACT,
+        )
     return [
         *[
             f"{key}: finetune can't compare them, because an older version wrote the checkpoint"

@@ -46,8 +46,12 @@ def chat(options: argparse.Namespace) -> dict[str, Any]:
     with fast_imports(quiet=options.quiet):
         from finetune.evaluation import chat_session
 
-    given = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
     answers = chat_session.run(
-        run.path, Console(highlight=False), options.overrides, prompt=options.prompt, **given
+        run.path,
+        Console(highlight=False),
+        options.overrides,
+        prompt=options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
     )
     return {"answers": answers}

@@ -52,9 +52,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     url = options.storage or os.environ.get(URL) or f"sqlite:///{folder.resolve()}/study.db"
     seconds = options.hours * 3600 if options.hours is not None else None
     limits = options.trials, seconds
-    more = {"accelerate": options.accelerate, "final": options.final}
     request = sweep_request.SweepRequest(
-        options.recipe, options.overrides, Path(path), folder, *limits, url, **more
+        options.recipe,
+        options.overrides,
+        Path(path),
+        folder,
+        *limits,
+        url,
+        accelerate=options.accelerate,
+        final=options.final,
     )
     return study.run(request, quiet=options.quiet)
 

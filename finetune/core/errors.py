@@ -88,8 +88,13 @@ class Problem:
         head = f"error: {key}: {self.what}" if key else f"error: {self.what}"
         head = f"{head} ({self.where})" if self.where else head
         lines = [f"{head} [{self.code}]" if self.code else head, *self._source()]
-        texts = [("found:", self.found), *(("", line) for line in self.more.split("\n"))]
-        texts += [("expected:", self.expected), ("why:", self.why), ("help:", self.fix)]
+        texts = [
+            ("found:", self.found),
+            *(("", line) for line in self.more.split("\n")),
+            ("expected:", self.expected),
+            ("why:", self.why),
+            ("help:", self.fix),
+        ]
         lines += [f"  {label:<10} {text}" for label, text in texts if text]
         known = secrets()
         return "\n".join(visible(masked(line, known)) for line in lines)

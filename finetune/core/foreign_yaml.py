@@ -65,21 +65,23 @@ def _check(events: Iterable[Any], source: str, deepest: int) -> None:
         kind = type(event).__name__
         before = size
         if getattr(event, "tag", None):
-            texts = {
-                "found": event.tag,
-                "fix": f"remove {event.tag}",
-                "why": "a tag can create any Python object",
-            }
-            raise _refused("YAML tags are not allowed", source, event, **texts)
+            raise _refused(
+                "YAML tags are not allowed",
+                source,
+                event,
+                found=event.tag,
+                fix=f"remove {event.tag}",
+                why="a tag can create any Python object",
+            )
         if kind == "AliasEvent":
             if event.anchor not in sizes:
-                texts = {"found": f"*{event.anchor}", "fix": f"write the value in place of *{event.anchor}"}
                 raise _refused(
                     "the alias has no value before it",
                     source,
                     event,
                     why="an alias repeats an earlier value",
-                    **texts,
+                    found=f"*{event.anchor}",
+                    fix=f"write the value in place of *{event.anchor}",
                 )
             size += sizes[event.anchor]
         elif kind == "ScalarEvent":
@@ -94,11 +96,23 @@ def _check(events: Iterable[Any], source: str, deepest: int) -> None:
         if kind == "ScalarEvent" and event.anchor:
             sizes[event.anchor] = size - before
         if len(opened) > deepest:
-            texts = {"expected": f"at most {deepest} levels", "fix": SHORTER, "why": FILLS_MEMORY}
-            raise _refused("the YAML is nested too deeply", source, event, **texts)
+            raise _refused(
+                "the YAML is nested too deeply",
+                source,
+                event,
+                expected=f"at most {deepest} levels",
+                fix=SHORTER,
+                why=FILLS_MEMORY,
+            )
         if size > LARGEST:
-            texts = {"expected": f"at most {LARGEST:,} characters", "fix": SHORTER, "why": FILLS_MEMORY}
-            raise _refused("the YAML is too large", source, event, **texts)
+            raise _refused(
+                "the YAML is too large",
+                source,
+                event,
+                expected=f"at most {LARGEST:,} characters",
+                fix=SHORTER,
+                why=FILLS_MEMORY,
+            )
 
 
 def _refuse_repeated(document: Any, source: str) -> None:
@@ -113,8 +127,14 @@ def _refuse_repeated(document: Any, source: str) -> None:
         names = set[str]()
         for key, _ in node.value if is_mapping else ():
             if (name := str(key.value)) in names:
-                texts = {"found": name, "fix": "remove one of the two lines", "why": strict_yaml.ONE_VALUE}
-                raise _refused(TWICE, source, key, **texts)
+                raise _refused(
+                    TWICE,
+                    source,
+                    key,
+                    found=name,
+                    fix="remove one of the two lines",
+                    why=strict_yaml.ONE_VALUE,
+                )
             names.add(name)
         waiting += [part for pair in node.value for part in pair] if is_mapping else node.value
 

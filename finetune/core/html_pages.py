@@ -22,5 +22,11 @@ def templates(folder: Path) -> Any:
         return visible_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     loader = jinja2.FileSystemLoader([folder, SHARED])
-    strict = {"autoescape": True, "undefined": jinja2.StrictUndefined, "finalize": shown}
-    return jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
+    return jinja2.Environment(
+        loader=loader,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=shown,
+    )

@@ -103,8 +103,13 @@ class Phase:
 
     def _draw(self, shown: Shown, width: int) -> None:
         total = None if shown.share is None else 1.0
-        values: Any = {"label": shortened(shown.label, max(width - COLUMNS, 20)), "amount": shown.amount}
-        values |= {"left": shown.left, "completed": shown.share or 0.0, "total": total}
+        values: Any = {
+            "label": shortened(shown.label, max(width - COLUMNS, 20)),
+            "amount": shown.amount,
+            "left": shown.left,
+            "completed": shown.share or 0.0,
+            "total": total,
+        }
         if self.bar:
             self.bar.update(self.bar.task_ids[0], **values)
             return

@@ -92,12 +92,14 @@ def from_hub(name: str, revision: str, file: str) -> str | None:
     """Return the local path of a repository's file, or `None` without the file or the Hub."""
     from transformers.utils.hub import cached_file
 
-    missing_is_fine = {
-        "_raise_exceptions_for_gated_repo": False,
-        "_raise_exceptions_for_missing_entries": False,
-        "_raise_exceptions_for_connection_errors": False,
-    }
-    return cached_file(name, file, revision=revision, **missing_is_fine)
+    return cached_file(
+        name,
+        file,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
 
 
 def check_links(files: Iterable[Path], key: str) -> None:

@@ -271,8 +271,13 @@ def _weights(turn: dict[str, Any], message: Message, where: str, is_prompt: bool
 def _check_order(messages: list[Message], where: str) -> None:
     """Raise BadRow unless the roles follow `system? (user assistant (tool+ assistant)*)+`."""
     roles = [message["role"] for message in messages]
-    after = {"": ("system", "user"), "system": ("user",), "user": ("assistant",)}
-    after |= {"assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+    after = {
+        "": ("system", "user"),
+        "system": ("user",),
+        "user": ("assistant",),
+        "assistant": ("user", "tool"),
+        "tool": ("tool", "assistant"),
+    }
     shown = ", ".join(roles)
     for before, role in zip(["", *roles], roles, strict=False):
         if role not in after[before]:

@@ -316,9 +316,16 @@ def write_html(
     rows = [documents(tokenizer, row) for row in chosen(prepared, count)]
     page = html_pages.templates(Path(__file__).parent)
     page.filters |= {"visible": visible, "cut": cut, "share": share}
-    given = {"title": Path(recipe_name).stem, "recipe": recipe_name, "max_length": max_length}
-    given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared.report)}
-    given |= {"mix": mix(report), "fills": _fills(prepared)}
+    given = {
+        "title": Path(recipe_name).stem,
+        "recipe": recipe_name,
+        "max_length": max_length,
+        "report": report,
+        "facts": facts(prepared),
+        "remarks": remarks(prepared.report),
+        "mix": mix(report),
+        "fills": _fills(prepared),
+    }
     weighted = any(piece.weight for row in rows for document in row for piece in document.pieces)
     given |= {"rows": rows, "extent": _extent(prepared, len(rows)), "weighted": weighted}
     safe_files.write_text(path.parent, path.name, page.get_template("preview.html.jinja").render(given))

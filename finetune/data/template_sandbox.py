@@ -102,8 +102,14 @@ def render(
         after_turn: text that the template writes after the end of the last turn. It belongs to no turn.
     """
     child = _child(os.getpid())  # a forked data loader worker needs its own child
-    request = {"template": template.source, "special": dict(template.special), "date": template.date}
-    request |= {"way": way, "prompt": prompt, "after": after_turn}
+    request = {
+        "template": template.source,
+        "special": dict(template.special),
+        "date": template.date,
+        "way": way,
+        "prompt": prompt,
+        "after": after_turn,
+    }
     return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 

@@ -94,8 +94,9 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
         UserError: the saved files cannot be loaded (exit 4).
     """
     fix = "restore the folder from a copy, or train again"
-    says = {"key": "", "where": str(folder.weights), "fix": fix}
-    refused = continue_from.refusals("finetune can't load the saved weights", Exit.ARTIFACT, **says)
+    refused = continue_from.refusals(
+        "finetune can't load the saved weights", Exit.ARTIFACT, key="", where=str(folder.weights), fix=fix
+    )
     if folder.weights == folder.model:
         with refused:
             return open_base(recipe, str(folder.model))

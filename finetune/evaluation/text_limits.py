@@ -192,10 +192,14 @@ def _unknown_ids(beyond: list[str], key: str, rows: int) -> list[Problem]:
     if not beyond:
         return []
     what, more = "texts have token ids that the model does not have", len(beyond) - MOST_SHOWN
-    texts = {
-        "found": ", ".join(beyond[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else ""),
-        "expected": f"ids below {rows:,}",
-        "code": "token-limit",
-    }
-    texts |= {"why": "the tokenizer does not fit the model", "fix": "use the tokenizer of the model"}
-    return [Problem(what, key, **texts)]
+    return [
+        Problem(
+            what,
+            key,
+            found=", ".join(beyond[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else ""),
+            expected=f"ids below {rows:,}",
+            code="token-limit",
+            why="the tokenizer does not fit the model",
+            fix="use the tokenizer of the model",
+        )
+    ]

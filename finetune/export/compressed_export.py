@@ -114,8 +114,16 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     report["serving_check"] = folder_export.check(folder, job, job.quantize)
     ends = ", ".join(map(str, job.expected.stops))
     report["notes"] = [NOT_RUN, f"base/generation_config.json must name the stop tokens {ends}"]
-    serve = ["vllm", "serve", "base", "--enable-lora", "--max-lora-rank", str(rank)]
-    serve += ["--lora-modules", f"{job.name}=adapter"]
+    serve = [
+        "vllm",
+        "serve",
+        "base",
+        "--enable-lora",
+        "--max-lora-rank",
+        str(rank),
+        "--lora-modules",
+        f"{job.name}=adapter",
+    ]
     return report | {"serve": [shlex.join(serve)], "client": vllm_export.client(job.name)}
 
 

@@ -74,8 +74,12 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
                 quantize_with_llama_cpp(whole, path, job.quantize)
         stored = {**entries, "general.file_type": file_type(job.quantize)}
         check_file(path, stored, tensors, source, job.quantize)
-    report = {"files": {path.name: path.stat().st_size}, "architecture": family.architecture}
-    report |= {"tensors": len(tensors), "serving_check": check_serving(path, job)}
+    report = {
+        "files": {path.name: path.stat().st_size},
+        "architecture": family.architecture,
+        "tensors": len(tensors),
+        "serving_check": check_serving(path, job),
+    }
     return report | {"serve": [f"llama-server -m {path.name} --jinja", f"llama-cli -m {path.name} --jinja"]}
 
 

@@ -97,8 +97,29 @@ def _llama_server(program: str, path: Path, context: int, lora: Path | None) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    words = [program, "-m", str(path), "--host", "127.0.0.1", "--port", port, "-c", str(context), "-np", "1"]
-    words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-warmup", "--jinja"]
+    words = [
+        program,
+        "-m",
+        str(path),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "-c",
+        str(context),
+        "-np",
+        "1",
+        "-ngl",
+        "0",
+        "-ctk",
+        "f32",
+        "-ctv",
+        "f32",
+        "-fa",
+        "off",
+        "--no-warmup",
+        "--jinja",
+    ]
     words += ["--lora", str(lora)] if lora else []
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -152,8 +173,14 @@ def _prompt_of_server(address: str, example: Example) -> list[int]:
 
 
 def _answer_of_server(address: str, prompt: list[int], room: int) -> list[AnswerToken]:
-    request = {"prompt": prompt, "n_predict": room, "temperature": 0, "n_probs": LIKELIEST}
-    request |= {"cache_prompt": False, "return_tokens": True}
+    request = {
+        "prompt": prompt,
+        "n_predict": room,
+        "temperature": 0,
+        "n_probs": LIKELIEST,
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
     done = _ask(f"{address}/completion", request)
     # The server gives no probabilities for a token that ends within a character
     held, found = list(done["completion_probabilities"]), list[AnswerToken]()
@@ -173,8 +200,14 @@ def _loss_of_server(address: str, document: Encoded) -> tuple[float, float]:
     for place, (label, weight) in enumerate(zip(document.labels(), document.token_weights(), strict=True)):
         if label == IGNORED or place == 0 or not weight:
             continue
-        request = {"prompt": document.ids[:place], "n_predict": 1, "temperature": 0, "n_probs": 1}
-        request |= {"logit_bias": [[label, 1e6]], "cache_prompt": True}
+        request = {
+            "prompt": document.ids[:place],
+            "n_predict": 1,
+            "temperature": 0,
+            "n_probs": 1,
+            "logit_bias": [[label, 1e6]],
+            "cache_prompt": True,
+        }
         (chosen,) = _ask(f"{address}/completion", request)["completion_probabilities"]
         if chosen["id"] != label:
             raise ValueError(f"llama.cpp chose token {chosen['id']} in place of token {label}")

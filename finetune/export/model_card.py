@@ -217,8 +217,11 @@ def usage(
             lines += [f"model.generation_config.eos_token_id = {stops['answers']}{why}"]
         serve = vllm(config, base, repo)
     head = ["from peft import PeftModel"] if kind == "adapter" else []
-    head += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    head += [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(repo)})"]
+    head += [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(repo)})",
+    ]
     stored = adapter_types.find(recipe.adapter.type).storage or recipe.model.quantization
     note = f"In training, the base model was stored in {stored}." if stored not in ("auto", "none") else ""
     code = "\n".join(["```python", *head, *lines, "```"])
@@ -248,8 +251,16 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
         except_for = f"{except_for}`is_3d_moe_weight`" if only else ""
         return f"vLLM can't serve {why} as an adapter{except_for}. {way}"
     name = repo.rpartition("/")[2]
-    words = ["vllm", "serve", base.name if base.on_hub else f"path/to/{base.name}", "--enable-lora"]
-    words += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={repo}"]
+    words = [
+        "vllm",
+        "serve",
+        base.name if base.on_hub else f"path/to/{base.name}",
+        "--enable-lora",
+        "--max-lora-rank",
+        str(rank),
+        "--lora-modules",
+        f"{name}={repo}",
+    ]
     return "vLLM:\n\n" + markdown.block(f"{visible(shlex.join(words))}\n", "sh")
 
 
@@ -311,8 +322,10 @@ def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
     rows += [("tokens that contribute to the loss", tokens)]
     rows += [(key, f"{value}") for key, value in recipe.adapter.options().items()]
     section = recipe.train
-    rows += [("learning rate", f"{section.learning_rate:g}")]
-    rows += [("effective batch size", section.effective_batch_size)]
+    rows += [
+        ("learning rate", f"{section.learning_rate:g}"),
+        ("effective batch size", section.effective_batch_size),
+    ]
     if steps := run.steps():
         rows += [("steps", steps[-1].get("step"))]
         rows += [("last training loss", figure(last))] if (last := steps[-1].get("loss")) else []

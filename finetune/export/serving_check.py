@@ -356,8 +356,10 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
             Problem("the exported model answers differently", where=where, code="export", **texts)
         )
     if loss.get("agree") is False:
-        texts = {"found": f"{loss['runtime']:.4f} nats per token"}
-        texts |= {"expected": f"{loss['finetune']:.4f}, at most {loss['tolerance']:.3g} away"}
+        texts = {
+            "found": f"{loss['runtime']:.4f} nats per token",
+            "expected": f"{loss['finetune']:.4f}, at most {loss['tolerance']:.3g} away",
+        }
         problems.append(
             Problem(
                 "the exported model has another loss",

@@ -879,8 +879,10 @@ def _special_tokens(state: Translation) -> None:
     if pad := tokens.pop("pad_token", None):
         state.record(SAME, "special_tokens.pad_token", pad, "padding does not contribute to the loss")
     for name, token in tokens.items():
-        text = "finetune keeps the special tokens of the tokenizer, so nothing changes if this is its token; "
-        text += "otherwise save another tokenizer into the model's folder"
+        text = (
+            "finetune keeps the special tokens of the tokenizer, so nothing changes if this is its token; "
+            "otherwise save another tokenizer into the model's folder"
+        )
         state.unsupported(f"special_tokens.{name}", token, text)
 
 

@@ -77,8 +77,12 @@ def if_needed(
         if not start.config:
             return
         config = str(shipped_files.folder("accelerate_configs") / f"{start.config}.yaml")
-        extra = ["--num_processes", str(start.processes)]
-        extra += ["--mixed_precision", default_precision(machine).value]
+        extra = [
+            "--num_processes",
+            str(start.processes),
+            "--mixed_precision",
+            default_precision(machine).value,
+        ]
     config = str(find(config))
     check(Path(config))
     check_count(Path(config), extra, arguments)
@@ -125,14 +129,13 @@ def refuse_second(config: str | None) -> None:
     """Refuse a config that is named inside a launch, which has its own config (exit 2)."""
     if config is not None:
         by = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "torchrun"
-        fix = "`finetune train RECIPE --accelerate CONFIG`, or `accelerate launch --config_file CONFIG "
-        fix += "scripts/train.py RECIPE`"
         raise UserError(
             Problem(
                 f"{by} has started this process already, so finetune would ignore the config",
                 "--accelerate",
                 found=config,
-                fix=fix,
+                fix="`finetune train RECIPE --accelerate CONFIG`, or `accelerate launch --config_file CONFIG "
+                "scripts/train.py RECIPE`",
                 code="launch-config",
             )
         )

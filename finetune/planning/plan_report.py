@@ -126,8 +126,8 @@ def headline(recipe: Recipe, now: Plan) -> str:
     verdict = f"`finetune train` does not accept the data; {verdict}" if now.refused else verdict
     text = (
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
+        f"{_largest(recipe, now)} of {now.usable:.1f} GiB"
     )
-    text += f"{_largest(recipe, now)} of {now.usable:.1f} GiB"
     if now.peak <= now.usable < now.needed:
         text += f", of which {now.kept_free:.1f} are reserved for NCCL and fragmentation"
     if now.machine.host_gib is not None and now.host * now.processes > now.machine.host_gib:

@@ -155,9 +155,11 @@ def rates_of(name: str, attention: str, step: Pass, one: Widths) -> Rates | None
     found = {key: measured[key] for key in ("product", "fp8", "bandwidth", "link") if measured.get(key)}
     if attention in ("sdpa", "cudnn"):
         found |= {key: measured[key] for key in ("forward", "backward")}
-    source = f"measured on this GPU by `finetune doctor --measure` on {measured['date']}"
-    source += f", at {measured['shapes']}"
-    return known._replace(**found, source=source)
+    return known._replace(
+        **found,
+        source=f"measured on this GPU by `finetune doctor --measure` on {measured['date']}"
+        f", at {measured['shapes']}",
+    )
 
 
 def of_cpu(one: Widths) -> str:

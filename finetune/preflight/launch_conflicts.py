@@ -298,8 +298,10 @@ def _started(machine: Hardware) -> list[Problem]:
     """Compare the number of processes in the config, the number that was started, and the number of GPUs."""
     alone = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
     if alone and said("ACCELERATE_MIXED_PRECISION"):
-        fix = "set `distributed_type: MULTI_GPU`, also on CPUs (accelerate_configs/cpu_2.yaml); without a "
-        fix += "launcher, unset MASTER_ADDR"
+        fix = (
+            "set `distributed_type: MULTI_GPU`, also on CPUs (accelerate_configs/cpu_2.yaml); without a "
+            "launcher, unset MASTER_ADDR"
+        )
         return [
             Problem(
                 f"num_processes of the {CONFIG} asks for several processes, but the launcher started one",
@@ -310,12 +312,11 @@ def _started(machine: Hardware) -> list[Problem]:
         ]
     here = int(said("LOCAL_WORLD_SIZE", "1"))
     if machine.device == "cuda" and here > machine.count:
-        found, fix = f"{here} processes, {machine.count} GPUs", f"--num_processes {machine.count}"
         return [
             Problem(
                 f"num_processes of the {CONFIG} is larger than the number of GPUs of this machine",
-                found=found,
-                fix=fix,
+                found=f"{here} processes, {machine.count} GPUs",
+                fix=f"--num_processes {machine.count}",
                 code="launch-config",
             )
         ]

@@ -148,8 +148,9 @@ def run(path: str, overrides: list[str], output: str, callbacks: Sequence[Any] =
         "train.save_strategy": "no",
     }
     # Logging would count as a wait for data
-    cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}
     cut |= {
+        "train.logging_steps": 1000,
+        "train.logging_first_step": "false",
         "eval.eval_steps": "null",
         "eval.early_stopping_patience": "null",
         "eval.metric_for_best_model": "loss",

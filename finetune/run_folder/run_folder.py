@@ -448,8 +448,13 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
         if local_path(name) and not os.path.exists(name) and not _is_pattern_of_files(name, key)
     ]
     fix = "add {}=PATH to the command"
-    fixes = {"model.name": fix, "data.validation": fix + ", or {}=null", "data.name": fix}
-    fixes |= {"eval.tasks": "add {}=[PATH] to the command, or {}=[]", "eval.forgetting": fix + ", or {}=true"}
+    fixes = {
+        "model.name": fix,
+        "data.validation": fix + ", or {}=null",
+        "data.name": fix,
+        "eval.tasks": "add {}=[PATH] to the command, or {}=[]",
+        "eval.forgetting": fix + ", or {}=true",
+    }
     if gone:
         what, where = "this path of the run does not exist on this machine", str(run.recipe)
         raise UserError(

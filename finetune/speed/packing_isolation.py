@@ -239,13 +239,14 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, checks: Ru
         ok=ok,
     )
     if not ok:
-        texts = {"found": f"a relative difference of {worst:.2g}", "expected": f"{SAME:g} or less"}
-        texts |= {"why": "the kernel does not compute this model's attention", "code": "attention-kernel"}
         raise UserError(
             Problem(
                 f"on this model, attention {attention} computes another result than {name}",
                 "model.attention",
-                **texts,
+                found=f"a relative difference of {worst:.2g}",
+                expected=f"{SAME:g} or less",
+                why="the kernel does not compute this model's attention",
+                code="attention-kernel",
                 fix=f"model.attention: {name}",
             ),
             code=Exit.ENVIRONMENT,

@@ -95,9 +95,14 @@ def search(
             ),
             code=Exit.TRAINING,
         )
-    how = f"forward and backward pass of the longest sequences, by micro-batch size: {said} of "
-    how += f"{total / 2**30:.1f} GiB"
-    checks.add("train.per_device_train_batch_size", "auto", size, how, ok=True)
+    checks.add(
+        "train.per_device_train_batch_size",
+        expected="auto",
+        actual=size,
+        how=f"forward and backward pass of the longest sequences, by micro-batch size: {said} of "
+        f"{total / 2**30:.1f} GiB",
+        ok=True,
+    )
     return Batch(batch.effective, size, share // size)
 
 

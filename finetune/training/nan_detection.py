@@ -453,11 +453,10 @@ class Spikes(TrainerCallback):
         self.losses.append(logs["loss"])
         factor = spike(list(self.losses))
         if self.stop_at is not None and factor > self.stop_at:
-            what = f"the loss is {factor:.1f} times the median of the previous {WINDOW} values, "
-            what += f"{IN_A_ROW} times in a row"
             raise UserError(
                 Problem(
-                    what,
+                    f"the loss is {factor:.1f} times the median of the previous {WINDOW} values, "
+                    f"{IN_A_ROW} times in a row",
                     "train.stop_at_spike",
                     found=f"{logs['loss']:.4g} after step {state.global_step}",
                     fix="lower `train.learning_rate` or raise `train.warmup_steps`, or resume with --resume",

@@ -70,8 +70,10 @@ def contract_of(
         "rows": prepared.report["train"].kept,
         **length.batch._asdict(),
     }
-    counts |= {"data: token ids": prepared.report["train"].token_ids}
-    counts |= {"validation: token ids": prepared.report["validation"].token_ids}
+    counts |= {
+        "data: token ids": prepared.report["train"].token_ids,
+        "validation: token ids": prepared.report["validation"].token_ids,
+    }
     if recipe.train.per_device_train_batch_size == "auto":  # the chosen size is among the choices
         counts = {name: value for name, value in counts.items() if name not in SPLIT}
     if (

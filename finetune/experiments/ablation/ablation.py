@@ -190,8 +190,9 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
             "kind": optimization.kind,
             "what": optimization.what,
             "on": optimization.on,
+            "status": "",
+            "why": "",
         }
-        row |= {"status": "", "why": ""}
         stands = [optimization, *optimizations.stands_on(bench.file, optimization)]
         lacking = next(
             filter(None, (optimizations.missing(each.needs, bench.machine) for each in stands)), ""

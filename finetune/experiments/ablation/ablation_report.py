@@ -163,17 +163,20 @@ def page(found: dict[str, Any]) -> str:
     machine = ", ".join(
         f"{name} {found['machine'][name]}" for name in ("hardware", "threads", "torch", "transformers")
     )
-    given = {"title": f"Ablation of {Path(found['recipe']).name}", "machine": machine, "headlines": figures}
-    given |= {
-        "picture": picture(found),
-        "header": header(found),
-        "rows": cells(found),
-        "reasons": reasons(found),
-    }
     return (
         html_pages.templates(PAGE.parent)
         .get_template(PAGE.name)
-        .render(**given, notes=NOTES, command=found["command"])
+        .render(
+            title=f"Ablation of {Path(found['recipe']).name}",
+            machine=machine,
+            headlines=figures,
+            picture=picture(found),
+            header=header(found),
+            rows=cells(found),
+            reasons=reasons(found),
+            notes=NOTES,
+            command=found["command"],
+        )
     )
 
 

@@ -392,9 +392,12 @@ def measure(
     for job in [job for job in jobs if job.seed == jobs[0].seed and job.entrant.type not in kept]:
         screen.say(f"measuring the time of {PILOT_STEPS} steps of {job.entrant.type} ...")
         clear(place)
-        overrides = [*requested.overrides, *setting(job.entrant, job.seed, place), "train.warmup_steps=0"]
-        overrides += [f"train.max_steps={PILOT_STEPS}", "train.logging_steps=1"]
-        overrides += [
+        overrides = [
+            *requested.overrides,
+            *setting(job.entrant, job.seed, place),
+            "train.warmup_steps=0",
+            f"train.max_steps={PILOT_STEPS}",
+            "train.logging_steps=1",
             "eval.eval_steps=null",
             "eval.early_stopping_patience=null",
             "eval.metric_for_best_model=loss",

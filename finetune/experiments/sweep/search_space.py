@@ -32,8 +32,14 @@ REFUSED = {  # keys and sections that a search cannot vary
     "speed.compile": "trials don't compile, and the final run uses the recipe's value",
 }
 # Overrides that switch off what trials do not need. They follow the user's overrides, also in a W&B sweep.
-IN_TRIALS = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null"]
-IN_TRIALS += ["eval.tasks=[]", "eval.forgetting=false", "eval.generate=false"]
+IN_TRIALS = [
+    "speed.compile=false",
+    "train.save_strategy=no",
+    "publish.repo=null",
+    "eval.tasks=[]",
+    "eval.forgetting=false",
+    "eval.generate=false",
+]
 MOST_CORNERS = 200  # choices and ends of ranges of a space: each is checked as a recipe
 MOST_STEPS = 10_000  # of a range
 WHOLE = 1e-8  # tolerance for a number of steps to count as an integer

@@ -252,8 +252,15 @@ def next_step(requested: SweepRequest, content: dict[str, Any]) -> str:
 
     It does not contain the storage URL, which can hold a password.
     """
-    more = ["sweep", requested.path, *requested.overrides, "--space", str(requested.space)]
-    more += ["--output", str(requested.folder)]
+    more = [
+        "sweep",
+        requested.path,
+        *requested.overrides,
+        "--space",
+        str(requested.space),
+        "--output",
+        str(requested.folder),
+    ]
     more += ["--trials", str(requested.trials)] if requested.trials is not None else []
     more += ["--hours", f"{requested.seconds / 3600:g}"] if requested.seconds is not None else []
     more += ["--accelerate", requested.accelerate] if requested.accelerate else []
@@ -300,13 +307,19 @@ def page(requested: SweepRequest, content: dict[str, Any], drawn: dict[str, str]
     rows = ranked(content) + [row for row in content["trials"] if row["state"] != "complete"]
     keys = list(dict.fromkeys(key for row in content["trials"] for key in row["values"]))
     spent = sum(row["seconds"] or 0.0 for row in content["trials"])
-    given = {"content": content, "rows": rows, "keys": keys, "drawn": drawn, "label": label(recipe)}
-    given |= {
+    given = {
+        "content": content,
+        "rows": rows,
+        "keys": keys,
+        "drawn": drawn,
+        "label": label(recipe),
         "own": OWN,
         "column": column(recipe),
         "verdict": verdict(content, label(recipe)),
         "counted": counted(content),
         "spent": spent,
+        "next": next_step(requested, content),
+        "name": content["study"],
+        "cell": short,
     }
-    given |= {"next": next_step(requested, content), "name": content["study"], "cell": short}
     return html_report.template(PAGE).render(given)
