@@ -58,9 +58,12 @@ def saved_instead(parts: str) -> str:
     Args:
         parts: the result of `unsaved`.
     """
-    known = {", under ": "train.optim=adamw_torch_fused", " in fp16": "mixed_precision: bf16 in the launch"}
-    known[" on NVMe"] = "offload_optimizer_device and offload_param_device: cpu in the launch"
-    known |= dict.fromkeys(("galore", "apollo"), "train.optim=adamw_torch_fused")
+    known = {
+        ", under ": "train.optim=adamw_torch_fused",
+        " in fp16": "mixed_precision: bf16 in the launch",
+        " on NVMe": "offload_optimizer_device and offload_param_device: cpu in the launch",
+        **dict.fromkeys(("galore", "apollo"), "train.optim=adamw_torch_fused"),
+    }
     return next((fix for part, fix in known.items() if part in parts), "ddp_8.yaml or fsdp2_8.yaml")
 
 

@@ -77,8 +77,10 @@ def save(trainer: Trainer) -> None:
         return
     live = sum(p.nbytes for p in _weights(trainer).values())
     here = not split and 3 * live > available() / 2  # weights and two moments
-    content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
-    content[checkpoints.CONTRACT] = trainer.contract
+    content: dict[str, Any] = {
+        "trainer_state.json": _trainer_state(trainer),
+        checkpoints.CONTRACT: trainer.contract,
+    }
     content |= {"ranks.safetensors": all_tensors} if all_tensors else {}
     untensored: dict[str, Any] = {"ranks": structures}
     copy_tensor = partial(_as_it_is, set()) if here or split else _copy

@@ -21,8 +21,12 @@ def second_run(options: argparse.Namespace) -> str:
     Raises:
         UserError: there is not exactly one second folder, or an option needs a recipe (exit 2).
     """
-    given = {"--adapters": options.adapters, "--seeds": options.seeds, "--budget": options.budget}
-    given["--output"] = options.output
+    given = {
+        "--adapters": options.adapters,
+        "--seeds": options.seeds,
+        "--budget": options.budget,
+        "--output": options.output,
+    }
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise UserError(

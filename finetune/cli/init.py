@@ -69,8 +69,10 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
             )
             raise
         safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), columns, length))
-        notes = [f"the names of the columns suggest data.{columns}. Correct it if it is wrong"]
-        notes += checker.check(loader.load(path))
+        notes = [
+            f"the names of the columns suggest data.{columns}. Correct it if it is wrong",
+            *checker.check(loader.load(path)),
+        ]
     standard_streams.say(f"wrote {path}")
     if not options.quiet:
         standard_streams.say(*map(labelled, notes), next_step("train", str(path)))

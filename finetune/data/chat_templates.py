@@ -169,8 +169,12 @@ def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict
     thought = [user, {**answer, "reasoning_content": "qzthought"}]
     chats: list[Any] = [(messages, tools) for messages in ([user, answer], told, called, thought)]
     plain, system, calls, reasoning = render(template, chats)
-    shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", calls), ("tool", "qzresult", calls)]
-    shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
+    shown = [
+        ("system", "qzsystem", system),
+        ("tool_calls", "qzcall", calls),
+        ("tool", "qzresult", calls),
+        *((key, "qzthought", reasoning) for key in REASONING_KEYS),
+    ]
     tail = plain.text.rpartition(answer["content"])[2]
     end = ends.search(tail)
     added = rendered.text and with_prompt.text.startswith(rendered.text)

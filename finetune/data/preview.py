@@ -166,8 +166,11 @@ def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared
     console, rows = screen.console, chosen(prepared, count)
     colored = console.color_system is not None and not console.no_color
     if rows:
-        legend = [("in the loss", "trained"), ("not in the loss", "masked")]
-        legend.append(("special token", "special-masked"))
+        legend = [
+            ("in the loss", "trained"),
+            ("not in the loss", "masked"),
+            ("special token", "special-masked"),
+        ]
         if any(WEIGHTS in row for row in rows):
             legend.insert(1, ("in the loss, times its weight", "weighted"))
         named = [_painted([Piece(name, kind, [])], colored) for name, kind in legend]

@@ -94,8 +94,10 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     with writing(folder):
         found = gguf_lora.write(path, job.source, job.config.get_text_config(), job.name, "f32")
     gguf_file.refuse_damaged(path, found)
-    report: dict[str, Any] = {"files": {path.name: path.stat().st_size}}
-    report["serving_check"] = check_lora(path, job)
+    report: dict[str, Any] = {
+        "files": {path.name: path.stat().st_size},
+        "serving_check": check_lora(path, job),
+    }
     return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} --jinja"]}
 
 

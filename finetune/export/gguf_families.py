@@ -190,8 +190,8 @@ def settings(config: ModelConfig, family: Family) -> dict[str, Any]:
         "rope.dimension_count": int(head * float(rope.get("partial_rotary_factor") or 1.0)),
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
         "vocab_size": config.vocab_size,
+        **(rope_scaling(config, rope) | expert_settings(config) | own_settings(config)),
     }
-    found |= rope_scaling(config, rope) | expert_settings(config) | own_settings(config)
     return {f"{family.architecture}.{key}": value for key, value in found.items()}
 
 

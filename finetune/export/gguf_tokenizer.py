@@ -58,13 +58,20 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
     if content["model"]["type"] != "BPE":
         raise _unsupported(f"a tokenizer of type {content['model']['type']}", "BPE")
     if is_byte_level(content):
-        found: dict[str, Any] = {"model": "gpt2", "pre": pre_of(content)}
-        found["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+        found: dict[str, Any] = {
+            "model": "gpt2",
+            "pre": pre_of(content),
+            "merges": [" ".join(pair) for pair in content["model"]["merges"]],
+        }
         if not found["merges"]:
             raise _unsupported("a BPE tokenizer without merges", "a tokenizer with merges")
     elif content["model"].get("byte_fallback"):
-        found = {"model": "llama", "pre": "default", "add_space_prefix": starts_with_space(content)}
-        found["scores"] = scores(content, rows)
+        found = {
+            "model": "llama",
+            "pre": "default",
+            "add_space_prefix": starts_with_space(content),
+            "scores": scores(content, rows),
+        }
     else:
         raise _unsupported("a BPE tokenizer without bytes", "byte-level BPE, or BPE with byte_fallback")
     ids = tokenizer.get_vocab().values()

@@ -81,9 +81,12 @@ def modelfile(name: str, template: str, job: ExportJob) -> str:
     """Return the text of the Modelfile."""
     stops = [job.tokenizer.convert_ids_to_tokens(stop) for stop in job.expected.stops]
     config: Any = job.config.get_text_config()
-    lines = [f"FROM ./{name}", f'TEMPLATE """{template}"""']
-    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
-    lines += [f"PARAMETER num_ctx {config.max_position_embeddings}"]
+    lines = [
+        f"FROM ./{name}",
+        f'TEMPLATE """{template}"""',
+        *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops),
+        f"PARAMETER num_ctx {config.max_position_embeddings}",
+    ]
     return "\n".join([*lines, "# The evaluation of finetune is greedy", "PARAMETER temperature 0", ""])
 
 
@@ -141,14 +144,15 @@ def check_rendering(parts: Parts, job: ExportJob, chats: list[Any]) -> None:
         wanted = render_chat(job.tokenizer, example.messages[:-1], example.tools).removeprefix(bos or "")
         found = parts.render(example.messages[:-1])
         if found != wanted:
-            shown = "it has no such part" if found is None else repr(found[:120])
-            texts = {"found": shown, "expected": repr(wanted[:120]), "fix": "--to gguf", "code": "export"}
-            texts["why"] = "the model would read other prompts in Ollama than in training"
             raise UserError(
                 Problem(
                     "the template for Ollama writes a validation chat differently",
                     where=f"chat {index}",
-                    **texts,
+                    found="it has no such part" if found is None else repr(found[:120]),
+                    expected=repr(wanted[:120]),
+                    fix="--to gguf",
+                    code="export",
+                    why="the model would read other prompts in Ollama than in training",
                 ),
                 code=Exit.ARTIFACT,
             )

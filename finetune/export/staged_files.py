@@ -67,10 +67,16 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     merged_to = folder.found("merge.json")
     inside = [name for name in merged_to if name == Path(name).name]
     if merged_to and not inside:  # a run from somebody else could name any folder of this machine
-        what, fix = "the merged weights are outside the run folder", command("merge", str(folder.path))
-        texts = {"found": ", ".join(merged_to), "fix": fix, "code": "unsafe-file"}
-        texts["why"] = "`publish` uploads only files of the run folder"
-        raise UserError(Problem(what, where=str(folder.path), **texts))
+        raise UserError(
+            Problem(
+                "the merged weights are outside the run folder",
+                where=str(folder.path),
+                found=", ".join(merged_to),
+                fix=command("merge", str(folder.path)),
+                code="unsafe-file",
+                why="`publish` uploads only files of the run folder",
+            )
+        )
     found = [path for name in inside if (path := folder.path / name).is_dir()]
     plain = [path for path in found if path == folder.path / "merged"] or found
     if len(plain) != 1:

@@ -22,9 +22,11 @@ def check(_config: object, _quantize: str) -> None:
 
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the merged weights, and compare transformers' answers with the fine-tuned model's."""
-    report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
-    report["serving_check"] = folder_export.check(folder, job, job.quantize)
-    report["notes"] = ["vLLM itself was not run: transformers read the files that vLLM reads"]
+    report: dict[str, Any] = {
+        "files": folder_export.copy(job.source, folder),
+        "serving_check": folder_export.check(folder, job, job.quantize),
+        "notes": ["vLLM itself was not run: transformers read the files that vLLM reads"],
+    }
     return report | serving(job.name)
 
 

@@ -879,11 +879,12 @@ def _special_tokens(state: Translation) -> None:
     if pad := tokens.pop("pad_token", None):
         state.record(SAME, "special_tokens.pad_token", pad, "padding does not contribute to the loss")
     for name, token in tokens.items():
-        text = (
+        state.unsupported(
+            f"special_tokens.{name}",
+            token,
             "finetune keeps the special tokens of the tokenizer, so nothing changes if this is its token; "
-            "otherwise save another tokenizer into the model's folder"
+            "otherwise save another tokenizer into the model's folder",
         )
-        state.unsupported(f"special_tokens.{name}", token, text)
 
 
 def _defaults(state: Translation, gpus: int, *, is_chat: bool) -> None:

@@ -47,8 +47,11 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
     if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(config))):
         raise UserError(*slow)
     upstream_private.set_attention_name(config, setup.attn_implementation)
-    options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
-    options["dtype"] = getattr(torch, setup.weights_dtype)
+    options: dict[str, Any] = {
+        "config": config,
+        "attn_implementation": setup.attn_implementation,
+        "dtype": getattr(torch, setup.weights_dtype),
+    }
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
     if local_path(model.name):
         checkpoint_headers.check_quantized(Path(model.name), declared)

@@ -106,8 +106,10 @@ def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
         return None, f"it was renamed; {AGAIN}"
     rates = {name for name, rate in held.items() if name in NAMES and _positive(rate)}
     wanted = {*NEEDED, *(["layer"] if held.get("device") == "CPU" else []), *(NAMES.keys() & held.keys())}
-    wrong = sorted(wanted - rates)
-    wrong += [key for key in ("date", "shapes") if not isinstance(held.get(key), str)]
+    wrong = [
+        *sorted(wanted - rates),
+        *(key for key in ("date", "shapes") if not isinstance(held.get(key), str)),
+    ]
     wrong += ["shapes"] if "shapes" not in wrong and len(re.findall(r"[1-9]\d*", held["shapes"])) != 2 else []
     if wrong:
         return None, f"it has no usable {', '.join(wrong)}; {AGAIN}"

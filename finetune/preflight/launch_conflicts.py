@@ -298,15 +298,14 @@ def _started(machine: Hardware) -> list[Problem]:
     """Compare the number of processes in the config, the number that was started, and the number of GPUs."""
     alone = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
     if alone and said("ACCELERATE_MIXED_PRECISION"):
-        fix = (
-            "set `distributed_type: MULTI_GPU`, also on CPUs (accelerate_configs/cpu_2.yaml); without a "
-            "launcher, unset MASTER_ADDR"
-        )
         return [
             Problem(
                 f"num_processes of the {CONFIG} asks for several processes, but the launcher started one",
                 found="MASTER_ADDR without WORLD_SIZE",
-                fix=fix,
+                fix=(
+                    "set `distributed_type: MULTI_GPU`, also on CPUs (accelerate_configs/cpu_2.yaml); "
+                    "without a launcher, unset MASTER_ADDR"
+                ),
                 code="launch-config",
             )
         ]

@@ -35,8 +35,13 @@ COMPUTED: tuple[str, ...] = ("products", "attention", "memory-bound")
 BESIDE: tuple[str, ...] = ("communication", COPIES)  # kinds that run in parallel to computation
 SOFTMAX = ("aten::_softmax", "aten::_softmax_backward_data")
 # Position of the first factor among an operation's inputs
-FACTORS = {"aten::mm": 0, "aten::_scaled_mm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1}
-FACTORS["aten::_addmm_activation"] = 1
+FACTORS = {
+    "aten::mm": 0,
+    "aten::_scaled_mm": 0,
+    "aten::_grouped_mm": 0,
+    "aten::addmm": 1,
+    "aten::_addmm_activation": 1,
+}
 OVERHEAD = 5e-6  # seconds that the CPU profiler adds to each operation
 INTERRUPTED = 5e-4  # seconds above three times the usual time, for an operation whose thread was interrupted
 

@@ -119,8 +119,11 @@ def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
     if find(adapter.type).peft != "adalora":
         return {}
     stated = {key: value for key, value in adapter if key in adapter.model_fields_set and value is not None}
-    few = {"tinit": steps // 10, "tfinal": steps // 3}
-    few["orth_reg_every"] = min(stated.get("orth_reg_every", 1), steps)
+    few = {
+        "tinit": steps // 10,
+        "tfinal": steps // 3,
+        "orth_reg_every": min(stated.get("orth_reg_every", 1), steps),
+    }
     return {f"adapter.{key}": value for key, value in few.items() if key in stated}
 
 

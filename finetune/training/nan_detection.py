@@ -193,8 +193,12 @@ class NonFinite(TrainerCallback):
         norm = next(norm for norm in collectives.gathered(self.norm.item()) if not math.isfinite(norm))
         findings = [f"rank {number}: {said}" for number, said in enumerate(collectives.gathered(finding))]
         if rank == 0:
-            details = {"step": step, "norm": str(norm), "first_not_finite": findings}
-            details["rows"] = {f"rank {number}": micro_batch for number, micro_batch in enumerate(rows)}
+            details = {
+                "step": step,
+                "norm": str(norm),
+                "first_not_finite": findings,
+                "rows": {f"rank {number}": micro_batch for number, micro_batch in enumerate(rows)},
+            }
             safe_files.write_text(place, "finding.json", json.dumps(details, indent=1) + "\n")
         what = f"the gradients of step {step} are NaN or Inf"
         if self.in_a_row > 1:

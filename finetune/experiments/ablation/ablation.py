@@ -279,13 +279,17 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     measure(bench, "baseline", "baseline", "baseline", base)
     first = bench.of(base)[0]
     if first["failed"]:
-        what, fix = (
-            "the run of the baseline failed",
-            f"read {first['run']}.log, and run the same command again",
+        raise UserError(
+            Problem(
+                "the run of the baseline failed",
+                where=first["run"],
+                found=first["failed"],
+                fix=f"read {first['run']}.log, and run the same command again",
+                code="experiment",
+                why="finetune compares every optimization with the baseline",
+            ),
+            code=Exit.TRAINING,
         )
-        texts = {"found": first["failed"], "fix": fix, "code": "experiment"}
-        texts["why"] = "finetune compares every optimization with the baseline"
-        raise UserError(Problem(what, where=first["run"], **texts), code=Exit.TRAINING)
     here = bench.machine
     if here.name not in first["machine"]["hardware"]:
         raise not_comparable(bench, first["machine"]["hardware"], f"{here.count} x {here.name}")

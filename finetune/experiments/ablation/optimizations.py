@@ -193,14 +193,20 @@ def read(path: Path) -> AblationFile:
         raise UserError(Problem(what, "", str(path), found, fix=fix, code="ablation-file")) from None
     document = strict_yaml.parse(text, str(path))
     if not isinstance(document.value, dict) or document.problems:
-        what, expected = (
-            "the ablation file has no list of optimizations",
-            "a mapping with the key `optimizations`",
-        )
-        fix = "optimizations: [{name: packing, kind: data, what: packed examples, set: {data.packing: true}}]"
-        texts = {"found": recipe_errors.show(document.value), "expected": expected, "fix": fix}
-        texts["why"] = "finetune measures each optimization of this list"
-        wrong = document.problems or [Problem(what, where=str(path), **texts, code="ablation-file")]
+        wrong = document.problems or [
+            Problem(
+                "the ablation file has no list of optimizations",
+                where=str(path),
+                found=recipe_errors.show(document.value),
+                expected="a mapping with the key `optimizations`",
+                fix=(
+                    "optimizations: "
+                    "[{name: packing, kind: data, what: packed examples, set: {data.packing: true}}]"
+                ),
+                why="finetune measures each optimization of this list",
+                code="ablation-file",
+            )
+        ]
         raise UserError(*wrong)
     try:
         file = AblationFile.model_validate(document.value)

@@ -182,8 +182,12 @@ def make(job: RunCommand, *, cpu: bool) -> bool:
         )
     safe_files.make_folder(job.folder.parent, job.folder.name)
     failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
-    mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}
-    mark["date"] = time.strftime("%Y-%m-%d")
+    mark = {
+        "identity": own,
+        "seconds": time.monotonic() - started,
+        "failed": failed,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     place.write(MARK, mark)
     return True
 
