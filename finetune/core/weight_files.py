@@ -63,9 +63,9 @@ def _files_of_index(index: Path, key: str) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def check_weight_files(folder: Path, key: str = "model.name") -> None:
+def check_weight_files(folder: Path) -> None:
     """Refuse a model's folder without weights that `from_pretrained` reads (exit 2)."""
-    if find_weight_files(folder, key):
+    if find_weight_files(folder, "model.name"):
         return
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))
     found = f"only {', '.join(others[:5])}" if others else "no weights"
@@ -79,7 +79,7 @@ def check_weight_files(folder: Path, key: str = "model.name") -> None:
     raise UserError(
         Problem(
             "the folder has no weights that transformers reads",
-            key,
+            "model.name",
             where=str(folder),
             found=found,
             expected=" or ".join(_expected_names(folder)),

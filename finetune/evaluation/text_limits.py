@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.formatting import listed
 from finetune.data import template_sandbox
 from finetune.evaluation import tasks
 from finetune.models import token_limits
@@ -191,12 +192,11 @@ def _is_local(name: str) -> bool:
 def _unknown_ids(beyond: list[str], key: str, rows: int) -> list[Problem]:
     if not beyond:
         return []
-    what, more = "texts have token ids that the model does not have", len(beyond) - MOST_SHOWN
     return [
         Problem(
-            what,
+            "texts have token ids that the model does not have",
             key,
-            found=", ".join(beyond[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else ""),
+            found=listed(beyond, MOST_SHOWN),
             expected=f"ids below {rows:,}",
             code="token-limit",
             why="the tokenizer does not fit the model",

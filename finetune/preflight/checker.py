@@ -90,7 +90,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
     problems += [graphs] if graphs else []
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
-    return [*notes, *advice(recipe), *rounded(recipe)]
+    return [*notes, *adapter_types.advice(recipe), *rounded(recipe)]
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -107,11 +107,11 @@ def check(recipe: Recipe) -> list[str]:
         check_without_examples,
         publish_target.check_recipe,
         _first_examples,
-        _tokens,
+        token_checks.check,
         _cache_folder,
         _output_folder,
     ):
-        if look is _tokens and (
+        if look is token_checks.check and (
             "_first_examples" in refused or any(one.key == "model.name" for one in problems)
         ):
             continue  # the examples or the files of the tokenizer have been refused already
@@ -131,10 +131,6 @@ def _first_examples(recipe: Recipe) -> list[str]:
     counts_exactly = Path(recipe.model.name).is_dir() or recipe.data.streaming
     at_least = 0 if counts_exactly else recipe.train.effective_batch_size
     return notes + example_errors.first_rows(recipe.data, at_least)
-
-
-def _tokens(recipe: Recipe) -> list[str]:
-    return token_checks.check(recipe)
 
 
 def _cache_folder(recipe: Recipe) -> list[str]:
@@ -205,11 +201,6 @@ def refused_here(error: UserError) -> list[str]:
     place = "on this machine" if error.code == Exit.ENVIRONMENT else "under this launch"
     shown = [(one.key, f"{one.what} ({one.why or one.found or one.fix})") for one in error.problems]
     return [f"train would stop {place}: {': '.join(filter(None, texts))}" for texts in shown]
-
-
-def advice(recipe: Recipe) -> list[str]:
-    """Return advice about the adapter."""
-    return adapter_types.advice(recipe)
 
 
 def rounded(recipe: Recipe) -> list[str]:

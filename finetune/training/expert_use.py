@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.core.formatting import listed
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -61,7 +63,6 @@ def describe_idle(tokens: torch.Tensor, routers: list[str]) -> str:
     for name, counts in zip(routers, tokens, strict=True):
         if idle := (counts == 0).nonzero().flatten().tolist():
             layer = re.search(r"\d+", name)
-            shown = ", ".join(map(str, idle[:8])) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
-            found.append(f"layer {layer[0] if layer else name}: {shown}")
+            found.append(f"layer {layer[0] if layer else name}: {listed(list(map(str, idle)), 8)}")
     more = f"; and {len(found) - LISTED} more layers" if len(found) > LISTED else ""
     return "; ".join(found[:LISTED]) + more
