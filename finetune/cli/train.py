@@ -54,7 +54,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.launch import launcher
     from finetune.planning import planner
     from finetune.preflight import checker, choice_checks, publish_target
-    from finetune.recipe import adapter_types
     from finetune.run_folder import run_folder
 
     main = os.environ.get("RANK", "0") == "0"
@@ -74,7 +73,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         if main and recipe.publish.repo:
             notes += after_training.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
-            said_later = {*recipe.origin.notices, *adapter_types.advice(recipe)}
+            said_later = {*recipe.origin.notices, *checker.advice(recipe)}
             of_modules = "adapter.target_modules: "  # the run says these notes of the loaded model
             shown = (note for note in notes if note not in said_later and not note.startswith(of_modules))
             Console().note(*shown)

@@ -90,7 +90,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
     problems += [graphs] if graphs else []
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
-    return [*notes, *adapter_types.advice(recipe), *rounded(recipe)]
+    return [*notes, *advice(recipe), *rounded(recipe)]
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -201,6 +201,11 @@ def refused_here(error: UserError) -> list[str]:
     place = "on this machine" if error.code == Exit.ENVIRONMENT else "under this launch"
     shown = [(one.key, f"{one.what} ({one.why or one.found or one.fix})") for one in error.problems]
     return [f"train would stop {place}: {': '.join(filter(None, texts))}" for texts in shown]
+
+
+def advice(recipe: Recipe) -> list[str]:
+    """Return advice about the adapter."""
+    return adapter_types.advice(recipe)
 
 
 def rounded(recipe: Recipe) -> list[str]:

@@ -19,7 +19,7 @@ from finetune.hardware import detection
 from finetune.hardware.detection import Hardware
 from finetune.planning import planned_machine, planner, sharding_cost
 from finetune.preflight import checker, choice_checks, launch_conflicts
-from finetune.recipe import adapter_types, loader, upstream_options
+from finetune.recipe import loader, upstream_options
 from finetune.recipe.schema import Data, Model, Speed
 from finetune.training import launch_checks
 from support.launches import FSDP, H100, PARALLEL, ZERO
@@ -208,7 +208,7 @@ def test_ia3_is_told_where_its_factors_are_rounded(
     launched(**variables)
     given = ["adapter.type=ia3", f"train.learning_rate={rate}", f"model.quantization={base}"]
     asked = loader.load(QUICKSTART, given)
-    later = adapter_types.advice(asked)  # which finetune.cli.train leaves to the plan that a run shows
+    later = checker.advice(asked)  # which finetune.cli.train leaves to the plan that a run shows
     shown = [note for note in checker.check_without_examples(asked) if note not in later]
     assert ("rounds IA3's factors" in " ".join(shown)) == said
 
