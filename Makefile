@@ -35,7 +35,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check finetune scripts tests examples benchmarks docs
 	$(BIN)/ruff check finetune scripts tests examples benchmarks docs
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pyright
+	$(BIN)/pyright --threads 2
 
 soak: export PYTHONDONTWRITEBYTECODE =
 soak: .venv/installed-dev

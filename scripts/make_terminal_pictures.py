@@ -130,6 +130,7 @@ def end_of_run(screen: Console) -> None:
         checks.add(str(number), "", "", "")
     folder = RunFolder(Path("runs/quickstart"))
     folder.adapter.mkdir(parents=True)
+    (folder.path / "data_report.json").write_text(json.dumps(recorded["data_report"]), encoding="utf-8")
     terminal.show_result(screen, folder, checks, recorded["result"])
 
 
