@@ -490,6 +490,8 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     if prompt is None:
         raise ValueError("the prompt is null")
     document: dict[str, Any] = {"prompt": str(prompt)}
+    if not document["prompt"] and task.kind in GENERATED and not task.chat:
+        raise ValueError("the prompt is empty, so there is no token to continue")
     if len(document["prompt"]) > lm_eval_tasks.LONGEST:
         raise ValueError(f"the prompt has more than {lm_eval_tasks.LONGEST:,} characters")
     answer = _rendered(task.answer, row) if task.answer is not None else ""

@@ -173,6 +173,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
             ("'yes 0' and not a JSON object or list",),
         ),
         ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
+        ("kind: exact_match\nprompt: ''\nanswer: a\n", ("the prompt is empty",)),
         (
             "kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n",
             ("pattern: the pattern is not a valid regular expression",),
