@@ -519,6 +519,8 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         if None in listed:
             raise ValueError("a choice is null")
         document["choices"] = [str(choice) for choice in listed]
+        if "" in document["choices"]:
+            raise ValueError("a choice is empty, so it has no likelihood")
         document["answer"] = _index(answer, document["choices"])
     return document
 
