@@ -81,6 +81,7 @@ def check(
         prompts = list(_texts(task, name, tokenizer, date))
         beyond, long = _measure(prompts, tokenizer, rows, longest)
         problems += _unknown_ids(beyond, "eval.tasks", rows)
+        problems += _long_choices(prompts, tokenizer, longest) if long else []
         # lm-eval reads the texts of a perplexity task window by window
         if long and task.kind != "perplexity":
             notes.append(
@@ -161,6 +162,26 @@ def _measure(
             beyond.append(f"{where} (id {highest})")
         long += longest is not None and max(map(len, encoded)) + room > longest
     return beyond, long
+
+
+def _long_choices(texts: list[_Text], tokenizer: Any, longest: int | None) -> list[Problem]:
+    """Find choices that the model can't read whole. lm-eval cuts only the prompt before a choice."""
+    for where, (prompt, *choices), *_ in texts:
+        lengths = map(len, tokenizer([prompt, *choices])["input_ids"])
+        before = next(lengths)
+        if longest is not None and (most := max(lengths, default=0) - before) > longest:
+            return [
+                Problem(
+                    "a choice has more tokens than the model's maximum",
+                    "eval.tasks",
+                    where=where,
+                    found=f"{most:,} tokens",
+                    expected=f"at most {longest:,}",
+                    fix="shorten the choice, or remove the example",
+                    code="token-limit",
+                )
+            ]
+    return []
 
 
 def _prefix(tokenizer: Any) -> int:

@@ -165,6 +165,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         (CHOICE.replace("options", "right"), ("and not a list with two or more choices",)),
         (CHOICE.replace("right", "question"), ("is not one of the choices",)),
         (CHOICE.replace("{{ options }}", "{{ ['', 'a'] }}"), ("a choice is empty",)),
+        (CHOICE.replace("{{ options }}", "{{ ['a 1 ' * 600, 'a'] }}"), ("a choice has more tokens than",)),
         (CHOICE + "chioces: a\n", ("unknown key", "choices")),
         (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
         ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is not valid",)),
