@@ -34,6 +34,7 @@ FORGETTING = {NO_DIFFERENCE: "no significant change", NEGLIGIBLE: "negligible ch
 """Words of the forgetting check, which has no `better` and `worse`."""
 LEGEND = "Losses are in nats per token. 95% CI: range of the change on new examples, with 95% confidence."
 """What outputs say below the scores."""
+GENERAL_LEGEND = "General text: the texts of eval.forgetting, by default finetune's own."
 OVERFITTING = "Answers are better, loss is worse: check for overfitting"
 WORSE_ANSWERS = "Loss is better, answers are worse: read the samples"
 NO_ANSWER = "Loss is better, but no answer is correct yet"

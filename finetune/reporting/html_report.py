@@ -145,11 +145,7 @@ def headlines(run: Run) -> list[tuple[str, str, str]]:
         found.append(("training time", duration(seconds(run)), ""))
     if run.run_checks:
         ok = sum(bool(check["passed"]) for check in run.run_checks)
-        same = (
-            "the settings that the plan shows are those that ran"
-            if ok == len(run.run_checks)
-            else "the run differs from the plan"
-        )
+        same = "all settings ran as planned" if ok == len(run.run_checks) else "the run differs from the plan"
         found.append(("run checks passed", f"{ok} of {len(run.run_checks)}", same))
     return found
 
@@ -284,13 +280,13 @@ def render(run: Run, verdict: Verdict) -> str:
     drawn = list(charts(run))
     given = {"run": run, "verdict": verdict, "summary": summary(run), "headlines": headlines(run)}
     given |= {"name": run.path.resolve().name, "charts": drawn}
-    overlap = scores.overlap(vars(run.data["train"])) if run.data else ""
-    given["scores"] = scores.table(run.evaluation, overlap)
+    given["scores"] = scores.table(run.evaluation)
+    given["overlap"] = scores.overlap(vars(run.data["train"])) if run.data else ""
     given |= {"sources": scores.sources(run.evaluation), "advice": advice(run, verdict)}
     command, needs = reproduce(run)
     given |= {"command": command, "needs": needs, "environment": environment(run)}
     given |= {"run_checks": sorted(run.run_checks, key=lambda r: bool(r["passed"]))}
-    given["legend"] = verdicts.LEGEND
+    given |= {"legend": verdicts.LEGEND, "general": verdicts.GENERAL_LEGEND}
     given["exports"] = [(exports.title(name, one), exports.lines(one)) for name, one in run.exports.items()]
     given |= {"facts": [], "remarks": [], "mix": []}
     if run.data:

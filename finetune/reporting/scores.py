@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "ended its answer itself"}
 MEANING = {
-    "loss": "on the tokens that train",
+    "loss": "on the tokens that count in training",
     "exact_match": "answers equal to the reference",
     "ended": "not cut off at the token limit",
 }
@@ -102,20 +102,18 @@ def overlap(train: dict[str, Any]) -> str:
     if not train.get("kept"):
         return ""
     equal = (train.get("counts") or {}).get("in_validation", 0)
-    return f"{equal:,} examples also in the training set" if equal else "no example in the training set"
+    if not equal:
+        return "No validation example is in the training set."
+    return f"{equal:,} validation examples are also in the training set."
 
 
-def table(found: dict[str, Any], overlap: str = "") -> list[tuple[str, list[Row]]]:
-    """Return the results in groups: validation set, tasks, and tasks that measure forgetting.
-
-    Args:
-        overlap: what to say behind the name of the validation set.
-    """
+def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
+    """Return the results in groups: validation set, tasks, and tasks that measure forgetting."""
     tasks, kept = [], []
     for name, task in (found.get("tasks") or {}).items():
         (kept if task.get("forgetting") else tasks).extend(_task(str(name), task))
     groups = [
-        (f"Validation set, {overlap}" if overlap else "Validation set", _held_out(found)),
+        ("Validation set", _held_out(found)),
         ("Tasks", tasks),
         ("Forgetting check", kept),
     ]
@@ -148,7 +146,7 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
     main = task.get("main")
     metrics = [key for key in base if key in tuned and not key.endswith("_stderr") and base[key] is not None]
     metrics.sort(key=lambda key: key != main)
-    what = "general texts, not your data" if name == verdicts.GENERAL else "examples"
+    what = "texts of eval.forgetting" if name == verdicts.GENERAL else "examples"
     rows = f"{task['rows']:,} {what}" if task.get("rows") else ""
     better = task.get("higher_is_better") or {}
     found = []

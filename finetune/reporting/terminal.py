@@ -118,8 +118,8 @@ def show_scores(screen: Console, result: dict[str, Any], overlap: str = "") -> N
     if rows:
         columns = ("measure", "base model", "fine-tuned", "change (95% CI)", "verdict")
         screen.table("result", columns, rows, wide=("verdict",))
-        apart = f" Validation set: {overlap}." if overlap else ""
-        _say_wrapped(screen, f"{verdicts.LEGEND}{apart}")
+        general = verdicts.GENERAL_LEGEND if verdicts.GENERAL in result["tasks"] else ""
+        _say_wrapped(screen, " ".join(filter(None, [verdicts.LEGEND, overlap, general])))
     screen.say(verdicts.title(result["verdict"]), style="bold")
     _say_wrapped(screen, result["verdict"]["why"])
     for note in result["settings"]["notes"]:
@@ -161,9 +161,9 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
         numbers = [scores[side][key] for side in ("base", "tuned")]
         known = all(isinstance(one, int | float) for one in numbers)
         value = f"{formatting.signed(numbers[1] - numbers[0], text)}{unit}" if known else ""
-        return name, base, tuned, f"{value} (no CI)" if value else "", "not tested"
+        return name, base, tuned, value, "for information"
     low, value, high = (formatting.signed(found[part], text) for part in ("low", "value", "high"))
-    word = verdicts.shown_word(found, key, forgetting=bool(scores.get("forgetting"))) or "not tested"
+    word = verdicts.shown_word(found, key, forgetting=bool(scores.get("forgetting"))) or "for information"
     return name, base, tuned, f"{value}{unit} ({low} to {high})", word
 
 
