@@ -36,6 +36,7 @@ def check_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Probl
     return (
         found
         + check_trainable_token_rows(recipe, names)
+        + check_sharded_experts(recipe, names)
         + (stored or check_quantized_experts(recipe, names, config))
     )
 
@@ -103,19 +104,21 @@ def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -
                 code="quantization",
             )
         ]
-    resolved = expert_targets.resolve({**kind.defaults, **options, **kind.sets}, names, kind.peft)
-    ranks = expert_targets.parameter_ranks(resolved.options, names) if kind.peft == "lora" else {}
+    ranks = _ranks_on_experts(recipe, names)
     if ranks and config.get_text_config().model_type in kernel_limits.FROZEN_EXPERTS:
-        what, fix = f"quantized experts of {names.family} train without an adapter", "all-linear"
-        fix, found = (
-            f"adapter.target_modules: {fix}, or model.quantization: none",
-            ", ".join(sorted(ranks)[:2]),
-        )
-        return [Problem(what, "adapter.target_modules", found=found, fix=fix, code="quantization")]
+        return [
+            Problem(
+                f"quantized experts of {names.family} train without an adapter",
+                "adapter.target_modules",
+                found=", ".join(sorted(ranks)[:2]),
+                fix="adapter.target_modules: all-linear, or model.quantization: none",
+                code="quantization",
+            )
+        ]
     largest = max(ranks.values(), default=0)
     if largest <= kernel_limits.MAX_EXPERTS_RANK:
         return []
-    times = max(1, largest // resolved.options.get("r", largest))
+    times = max(1, largest // options.get("r", kind.defaults.get("r", largest)))
     return [
         Problem(
             "the rank on quantized experts is too large",
@@ -127,6 +130,32 @@ def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -
             code="quantization",
         )
     ]
+
+
+def check_sharded_experts(recipe: Recipe, names: Names) -> list[Problem]:
+    """Return the problem of adapters on stacked experts whose weights DeepSpeed shards."""
+    ranks = _ranks_on_experts(recipe, names) if launch_environment.sharded() == "DeepSpeed" else {}
+    if not ranks:
+        return []
+    return [
+        Problem(
+            "ZeRO-3 can't shard stacked experts that have an adapter",
+            "adapter.target_modules",
+            found=", ".join(sorted(ranks)[:2]),
+            why="PEFT reads the shapes of the experts' weights, and finds shards",
+            fix="accelerate_configs/fsdp2_8.yaml or zero2_8.yaml, or adapter.target_modules: all-linear",
+            code="launch-config",
+        )
+    ]
+
+
+def _ranks_on_experts(recipe: Recipe, names: Names) -> dict[str, int]:
+    """Return the rank of each adapter on stacked experts, by the name of their parameter."""
+    kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
+    if kind.peft != "lora" or not expert_targets.stacked(names):
+        return {}
+    resolved = expert_targets.resolve({**kind.defaults, **options, **kind.sets}, names, kind.peft)
+    return expert_targets.parameter_ranks(resolved.options, names)
 
 
 def check_trainable_token_rows(recipe: Recipe, names: Names) -> list[Problem]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from finetune.checkpointing import checkpoints, resume_contract
 from finetune.core.errors import UserError
@@ -19,6 +20,7 @@ from support import two_ranks
 from support.faults import Fault, injected
 from support.paths import QUICKSTART, ROOT
 from support.runs import digests, metrics, run_checks
+from support.tiny_models import save, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +42,7 @@ TRAINED = {  # name -> config, what the recipe says
     "ia3 by ZeRO-2": ("zero2_8", ["adapter.type=ia3"], 0, ""),
     "qlora by ZeRO-2": ("zero2_8", ["adapter.type=qlora"], 0, ""),
     "full by ZeRO-2": ("zero2_8", FULL, 0, ""),
+    "experts by ZeRO-2": ("zero2_8", ["adapter.target_modules=all-linear-and-experts"], 0, ""),
     "lora, offloaded": ("zero3_8_offload", [], 0, ""),
     "dora, offloaded": ("zero3_8_offload", ["adapter.type=dora"], 0, ""),
     "ia3, offloaded": ("zero3_8_offload", ["adapter.type=ia3"], 0, ""),
@@ -68,7 +71,17 @@ def one_rank(given: list[str], code: int, *faults: Fault) -> None:
 
 
 @pytest.fixture
-def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFolder, str]]:
+def models(two_layers: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model of each run of TRAINED and REFUSED."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    config = Qwen3MoeConfig(**sizes(hidden_size=64, num_key_value_heads=2, **experts))
+    mixture = save(tmp_path_factory.mktemp("mixture"), AutoModelForCausalLM.from_config(config))
+    special = {"untied": untied, "experts by ZeRO-2": mixture}
+    return {name: special.get(name, two_layers) for name in (*TRAINED, *REFUSED)}
+
+
+@pytest.fixture
+def launched(small, models, tmp_path) -> Callable[..., tuple[RunFolder, str]]:
     """`launched(name, *words)`: a run without 16 bits, which DeepSpeed has on GPUs alone; what it said."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
@@ -81,7 +94,7 @@ def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFold
         text = (ROOT / "accelerate_configs" / f"{config}.yaml").read_text()
         copy = tmp_path / f"{config}.yaml"
         copy.write_text(text.replace("mixed_precision: bf16", 'mixed_precision: "no"'))
-        own = [*small, *given, f"model.name={untied if name == 'untied' else two_layers}"]
+        own = [*small, *given, f"model.name={models[name]}"]
         own += [f"train.output_dir={tmp_path / 'two'}", *words]
         said = two_ranks.run(one_rank, own, code, *faults, **launch_matrix.environment(copy))
         return RunFolder(tmp_path / "two"), said
@@ -92,14 +105,13 @@ def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFold
 @pytest.mark.usefixtures("the_only_launch")
 @pytest.mark.parametrize("name", TRAINED)
 def test_two_processes_train_what_one_does(
-    name: str, launched, train: Callable[..., RunFolder], two_layers, untied
+    name: str, launched, train: Callable[..., RunFolder], models: dict[str, Path]
 ) -> None:
     config, given, *_ = TRAINED[name]
     if "offload" in config and not shutil.which("c++"):
         pytest.skip("DeepSpeed's Adam of the CPU is compiled here, and there is no c++")
-    model = untied if name == "untied" else two_layers
     saving = ["train.save_steps=2", "train.max_steps=4"] if name in GOES_ON else []
-    one, (two, _) = train(*SHORT, *given, f"model.name={model}", *saving), launched(name, *saving)
+    one, (two, _) = train(*SHORT, *given, f"model.name={models[name]}", *saving), launched(name, *saving)
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], abs=2e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
