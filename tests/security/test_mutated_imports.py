@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COUNT, PARTS = 1000, 25
+COUNT, PARTS = 1000, 50
 
 
 @pytest.fixture(scope="module")
