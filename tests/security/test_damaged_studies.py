@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import sqlite3
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,9 @@ PROGRAMS = {
     "trigger": "CREATE TRIGGER more AFTER INSERT ON study_user_attributes BEGIN "
     f"INSERT INTO studies(study_name) {ENDLESS} 'a' || x FROM c; END",
     "virtual table": "CREATE VIRTUAL TABLE more USING fts5(a)",
+    "function in a check": "CREATE TABLE more (a, CHECK (length(hex(zeroblob(400000000))) > 0))",
+    "function in an index": "CREATE INDEX more ON studies (hex(zeroblob(study_id)))",
+    "pattern": "CREATE TABLE more (a, CHECK (a LIKE '%a%a%a%a%a%b'))",
 }
 
 
@@ -194,12 +198,40 @@ def test_study_with_a_program_in_its_database_is_refused(program: str, tmp_path)
         database.execute(PROGRAMS[program])
         database.commit()
     for ask in (lambda: study_storage.name_in(url, tmp_path), lambda: read(url)):
-        with pytest.raises(UserError, match=r"views, triggers or virtual tables"):
+        with pytest.raises(UserError, match=r"views, triggers, virtual tables or functions"):
             ask()
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_study_whose_journal_names_another_file_is_refused(linked: bool, tmp_path) -> None:
+    """SQLite rolls the journal of a stopped writer back, and then deletes the super-journal that it names."""
+    path, victim, journal = tmp_path / "study.db", tmp_path / "victim", tmp_path / "study.db-journal"
+    victim.write_text("precious")
+    search(f"sqlite:///{path}")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        database.execute("PRAGMA cache_size = 1")  # so that the journal is on the disk before the commit
+        database.execute("CREATE TABLE more (a)")
+        database.execute("BEGIN")
+        database.executemany("INSERT INTO more VALUES (?)", [("x" * 500,)] * 500)
+        stopped, written = journal.read_bytes(), path.read_bytes()
+    path.write_bytes(written)
+    journal.write_bytes(stopped)
+    read(f"sqlite:///{path}")  # as after a kill: SQLite rolls back
+    path.write_bytes(written)
+    name = os.fsencode(victim)
+    end = struct.pack(">II", len(name), sum(name)) + study_storage.NAMES_A_FILE
+    aligned = stopped.ljust(-len(stopped) // 512 * -512, b"\0")
+    journal.write_bytes(aligned + struct.pack(">I", 2**30 // 4096 + 1) + name + end)
+    if linked:
+        (tmp_path / "link.db").symlink_to(path)
+    with pytest.raises(UserError, match="names another file"):
+        read(f"sqlite:///{tmp_path / 'link.db' if linked else path}")
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "large"])
-def test_journal_that_would_never_end_is_refused(kind: str, tmp_path) -> None:
+def test_study_file_that_would_never_end_is_refused(kind: str, storage: str, tmp_path) -> None:
     path = tmp_path / "study.log"
     if kind == "pipe":
         os.mkfifo(path)
@@ -209,4 +241,4 @@ def test_journal_that_would_never_end_is_refused(kind: str, tmp_path) -> None:
         path.touch()
         os.truncate(path, safe_files.LARGEST + 1)
     with pytest.raises(UserError, match=r"only regular files|too large"):
-        read(f"journal:{path}")
+        read(f"{storage}{path}")

@@ -42,6 +42,7 @@ WATCHED = 30.0  # seconds within which a living worker gives another sign of lif
 # Tolerance in seconds for the start time of a process, because the boot time is known only to the second
 ROUNDED = 2.0
 MOST_TIMES = 3  # limit of repetitions, because the trial itself may crash its workers
+NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")  # end of a journal of SQLite that names a super-journal
 TRIES = 5  # attempts to create the tables, because two starting workers can conflict
 
 
@@ -185,7 +186,7 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
     # SQLAlchemy below 2.1 does not select psycopg 3 by itself
     full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
     if url.startswith("sqlite"):
-        _refuse_programs(full)
+        _check_database(full)
     made = optuna.storages.RDBStorage(full, engine_kwargs={"pool_pre_ping": True, **options})
     stack.callback(made.engine.dispose)
     stack.callback(made.remove_session)
@@ -197,20 +198,34 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
     return made
 
 
-def _refuse_programs(url: str) -> None:
-    """Refuse a SQLite file with views, triggers or virtual tables, which no study has (ValueError).
+def _check_database(url: str) -> None:
+    """Check that a SQLite file holds only what a study has (ValueError).
 
-    A query of a view, or a write with a trigger, may never end.
+    Views, triggers and functions in the schema run with each query or write, and may never end. If a journal
+    names another file, SQLite deletes that file. Optuna makes neither.
+
+    Raises:
+        UserError: the file is not regular or too large (exit 2).
     """
+    path = Path(sqlalchemy.make_url(url).database or "").resolve()
+    if path.exists() and not path.is_dir():
+        regular_files.check_regular(path, limit=safe_files.LARGEST)
+    journal = path.with_name(f"{path.name}-journal")
+    if journal.exists():
+        regular_files.check_regular(journal, limit=safe_files.LARGEST)
+        if journal.read_bytes().endswith(NAMES_A_FILE):
+            raise ValueError(f"{journal.name} names another file, which SQLite would delete")
     engine = sqlalchemy.create_engine(url)
     try:
         with engine.connect() as connection:
-            query = "SELECT count(*) FROM sqlite_master WHERE type NOT IN ('table', 'index')"
-            found = connection.exec_driver_sql(f"{query} OR sql LIKE '%VIRTUAL%'").scalar()
+            rows = connection.exec_driver_sql("SELECT type, coalesce(sql, '') FROM sqlite_master").all()
+            known = connection.exec_driver_sql("SELECT name FROM pragma_function_list").scalars().all()
     finally:
         engine.dispose()
-    if found:
-        raise ValueError("the database has views, triggers or virtual tables")
+    words = set(re.findall(r"\w+", " ".join(sql for _, sql in rows).lower()))
+    programs = words & ({"virtual", *known} - {"datetime"})  # Optuna's tables have columns of type DATETIME
+    if programs or {kind for kind, _ in rows} - {"table", "index"}:
+        raise ValueError("the database has views, triggers, virtual tables or functions")
 
 
 def describe(trial: optuna.Trial) -> None:
