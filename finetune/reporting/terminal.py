@@ -176,7 +176,7 @@ def show_next(screen: Console, folder: RunFolder) -> None:
         steps["merge the adapter"] = command("merge", path)
         steps["serve it with vLLM"] = command("export", path, "--to", "vllm")
     steps["preview an upload"] = command("publish", path, "--dry-run")
-    screen.say("next:", *(f"  {purpose + ':':<20}{text}" for purpose, text in steps.items()))
+    screen.say("next, each on its own:", *(f"  {purpose + ':':<20}{text}" for purpose, text in steps.items()))
 
 
 def _options(recipe: Recipe) -> str:

@@ -20,7 +20,7 @@ def quickstart(folder: Path, *overrides: str) -> RunFolder:
     assert done.returncode == 0, done.stderr
     run = RunFolder(folder / "run")
     assert all(check["passed"] for check in run.read("checks.json"))
-    for part in ("plan", "run checks passed", "result", "next:", "finetune merge"):
+    for part in ("plan", "run checks passed", "result", "next, each on its own:", "finetune merge"):
         assert part in done.stdout
     assert done.stderr == "", "nothing the user can't act on"
     scores = run.read("eval.json")
