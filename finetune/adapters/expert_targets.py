@@ -255,9 +255,11 @@ def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
                 _count(resolve({**options, "target_modules": targets}, names, peft), names)
                 for targets in (target_modules.EVERYTHING, WITH_EXPERTS)
             )
+            frozen = names.family in kernel_limits.FROZEN_EXPERTS
+            only = ", on a base model that is not quantized" if frozen else ""
             said.append(
                 f"{what} ({layers:,} trainable parameters), not the stacked experts. "
-                f"`{WITH_EXPERTS}` adapts both ({both:,} trainable parameters)"
+                f"`{WITH_EXPERTS}` adapts both ({both:,} trainable parameters){only}"
             )
     if resolved.skipped:
         ends = _shortest([f"{one}.weight" for one in resolved.skipped], names)

@@ -128,3 +128,4 @@ def test_adapters_on_quantized_experts_of_gpt_oss_are_refused(
     said = checker.check_without_examples(loaded(recipe, tmp_path), with_weights=False)
     kept = [note for note in said if "the experts stay as the checkpoint stores them, in mxfp4" in note]
     assert bool(kept) == (stored == "mxfp4")
+    assert any("adapts both" in note and "on a base model that is not quantized" in note for note in said)
