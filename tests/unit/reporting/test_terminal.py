@@ -32,7 +32,8 @@ def test_next_commands_say_what_each_is_for_and_can_be_pasted(tmp_path, capsys) 
     folder.adapter.mkdir(parents=True)
     terminal.show_next(Console(), folder)
     said = capsys.readouterr().out
-    next_steps = [line.strip().split(": ", 1) for line in said.split("next, each on its own:\n")[1].splitlines()]
+    after = said.split("next, each on its own:\n")[1]
+    next_steps = [line.strip().split(": ", 1) for line in after.splitlines()]
     assert [purpose for purpose, _ in next_steps] == [
         "chat with it",
         "merge the adapter",
