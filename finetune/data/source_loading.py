@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -365,6 +366,16 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
             raise UserError(_nothing_to_read(path, key))
     for entry in paths:
         check_regular(entry, key)
+        if re.search(r"[\ud800-\udfff]", str(entry)):  # how Python shows bytes that are not UTF-8
+            raise UserError(
+                Problem(
+                    "the name of the file is not UTF-8",
+                    key,
+                    found=str(entry),
+                    fix="rename the file",
+                    code="data-not-found",
+                )
+            )
         if entry.suffix not in READERS:
             raise UserError(
                 Problem(

@@ -29,6 +29,8 @@ CODE, UNKNOWN_VALUE = "launch-config", "Accelerate does not know this value"
 MOST_CHOICES = 5  # that a message lists beside the most similar one
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 COUNTS = ("num_processes", "num_machines")
+# Keys of launches on several machines, and their values for one machine
+ONE_MACHINE = {"num_machines": (1,), "main_process_ip": ("127.0.0.1", "localhost"), "mpirun_config": ({},)}
 # Keys that Accelerate writes into a config and ignores when it reads one, and their effective values.
 # commands/launch.py of 1.15 reads only options with a default of None.
 COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
@@ -109,6 +111,25 @@ def check(path: Path) -> None:
     if found or lacking:
         packages = [lacking] if lacking else []
         raise UserError(*found, *packages, code=Exit.INPUT if found else Exit.ENVIRONMENT)
+
+
+def check_one_machine(path: Path) -> None:
+    """Refuse a launch on other machines, which would connect to an address that the config names (exit 2)."""
+    given = read(path)
+    found = [key for key, local in ONE_MACHINE.items() if given.get(key) not in (None, *local)]
+    problems = [
+        Problem(
+            "this launch must use only this machine",
+            key,
+            where=str(path),
+            found=as_yaml(given[key]),
+            fix=f"remove `{key}:`",
+            code=CODE,
+        )
+        for key in found
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
 def _missing_package(given: dict[str, Any], where: str) -> Problem | None:

@@ -15,7 +15,7 @@ from finetune.run_folder.run_folder import RunFolder
 
 SAME_BASE = 1e-2  # relative difference of the base model's validation loss; kernels and dtypes change it less
 MISSING = "-"
-AT_MOST = 8  # rows of a table of differences
+AT_MOST = 8  # rows of a table of differences, and values of a list that one row shows
 OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache_dir")
 
 
@@ -149,9 +149,10 @@ def shown_pair(left: object, right: object) -> tuple[str, str]:
 
 
 def shown(value: object) -> str:
-    """Format a value on one line, with shortened hashes and long texts."""
+    """Format a value on one line, with shortened hashes, long texts and long lists."""
     if isinstance(value, list):
-        return "[" + ", ".join(map(shown, value)) + "]"
+        more = [f"{len(value) - AT_MOST:,} more"] if len(value) > AT_MOST else []
+        return "[" + ", ".join([*map(shown, value[:AT_MOST]), *more]) + "]"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) == 64 and not set(text) - set("0123456789abcdef"):
         return text[:12]

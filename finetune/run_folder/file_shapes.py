@@ -602,7 +602,7 @@ def check(name: str, content: object) -> None:
         ValueError: it does not fit. The text names the place of the first fault.
     """
     try:
-        _adapter(name).validate_python(content)
+        _adapter(name).validate_python(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))

@@ -211,6 +211,48 @@ def test_compare_and_publish_of_damaged_weights_end_without_a_traceback(
     assert answer(["publish", str(run), "--dry-run"]) == 2
 
 
+def test_compare_of_weights_of_any_dtype_ends_without_a_traceback(whole, tmp_path, capsys) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    weights = run / "adapter" / "adapter_model.safetensors"
+    weights.unlink()  # a hard link of `whole`
+    bits = {
+        "F4": 4,
+        "U8": 8,
+        "BOOL": 8,
+        "F8_E8M0": 8,
+        "F8_E4M3": 8,
+        "BF16": 16,
+        "U16": 16,
+        "U64": 64,
+        "C64": 64,
+    }
+    for dtype, size in bits.items():
+        spec = {"dtype": dtype, "shape": [2], "data_offsets": [0, size // 4]}
+        header = json.dumps({"base_model.model.a.lora_A.weight": spec}).encode()
+        weights.write_bytes(len(header).to_bytes(8, "little") + header + b"\1" * (size // 4))
+        assert answer(["compare", str(run), str(run)]) == 0, dtype
+        assert "all 1 tensors are equal" in capsys.readouterr().out, dtype
+
+
+@pytest.mark.parametrize("command", ["compare", "publish"])
+def test_metrics_whose_numbers_are_text_are_refused(command: str, whole, tmp_path, capsys) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"step": 1,', '"step": "1",'))
+    assert (run / "metrics.jsonl").read_text() != text
+    assert answer([command, str(run), *([str(whole)] if command == "compare" else ["--dry-run"])]) == 4
+
+
+def test_compare_shows_a_part_of_a_long_list(whole, tmp_path, capsys) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    content = json.loads((run / "data_report.json").read_text())
+    content["train"]["sources"] = {str(number): str(number) for number in range(5000)}
+    (run / "data_report.json").write_text(json.dumps(content))
+    assert answer(["compare", str(whole), str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "4,992 more" in shown and len(shown) < 10_000
+
+
 @pytest.mark.parametrize("key", ["counts", "edges", "percentiles"])
 def test_report_of_numbers_that_are_too_large_to_calculate_with_lists_their_file(
     key: str, whole, tmp_path, capsys

@@ -68,6 +68,13 @@ def test_folder_that_holds_too_much_or_leads_out_is_refused(make, tmp_path, comm
     assert not ended.wrong and ended.code == 2, ended
 
 
+@pytest.mark.parametrize("command", ["check", "data"])
+def test_file_whose_name_is_not_utf_8_is_refused(command: str, tmp_path, commands) -> None:
+    (tmp_path / os.fsdecode(b"\xff.jsonl")).write_text(EXAMPLE)
+    ended = commands.run(command, str(QUICKSTART), f"data.name={tmp_path}")
+    assert not ended.wrong and ended.code == 2 and "not UTF-8" in ended.said, ended
+
+
 @pytest.mark.parametrize("make", [card_with_aliases, nested_card])
 def test_card_that_grows_or_nests_is_no_card(make, tmp_path, commands) -> None:
     (folder := tmp_path / "data").mkdir()

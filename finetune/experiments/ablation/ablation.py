@@ -132,8 +132,7 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     steps = optimizations.of_type(given, own.adapter.type)
     checker.check_without_examples(own)
     optimizations.check_baseline(own, request.path, request.overrides, steps)
-    for config in optimizations.configs(steps):
-        launcher.check(launcher.find(config))
+    optimizations.check_configs(steps)
     kept_runs.make_folder(request.folder, "ablate")
     hold(request, values_of(own))
     bench = Bench(request, steps, detection.detect(), Console(quiet=quiet), rank(own.adapter.ours("r")))

@@ -16,6 +16,7 @@ from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.packages import installed
 from finetune.experiments.runner import varied_keys
+from finetune.launch import accelerate_config, launcher
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import build, loader, recipe_errors
 from finetune.recipe.schema import Section
@@ -398,6 +399,17 @@ def configs(file: AblationFile) -> list[str]:
         *(one.accelerate for one in file.optimizations),
     ]
     return [one for one in dict.fromkeys(named) if one and one != OURS]
+
+
+def check_configs(file: AblationFile) -> None:
+    """Check the Accelerate configs that the file names.
+
+    Raises:
+        UserError: a config does not exist, has errors, or is for several machines (exit 2).
+    """
+    for config in map(launcher.find, configs(file)):
+        launcher.check(config)
+        accelerate_config.check_one_machine(config)
 
 
 def keys(optimization: Optimization) -> list[str]:

@@ -136,10 +136,14 @@ def weights(a: RunFolder, b: RunFolder) -> Differences:
 
 
 def tensors(folder: RunFolder) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the values of each trained tensor."""
+    """Yield the name and the values of each trained tensor. PyTorch compares 4-bit numbers only as bytes."""
+    from torch import uint8
+
     for path in weight_files.find_weight_files(folder.weights, ""):
         with weight_files.opened(path) as file:
-            yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                values = file.get_tensor(name)
+                yield name, values.view(uint8) if "float4" in str(values.dtype) else values
 
 
 def shape(tensor: Tensor | None) -> str:

@@ -120,6 +120,25 @@ def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
     assert "ablation.yaml:1:18" in error and "flash_attention_2" in error
 
 
+@pytest.mark.parametrize(
+    "line", ["num_machines: 2", "main_process_ip: 192.0.2.1", "mpirun_config: {mpirun_hostfile: hosts}"]
+)
+def test_an_accelerate_config_of_an_ablation_that_leads_to_other_machines_is_refused(
+    line: str, tmp_path, monkeypatch, capsys
+) -> None:
+    """A stranger's file of optimizations can name a config of the stranger."""
+    config, file = tmp_path / "launch.yaml", tmp_path / "ablation.yaml"
+    alone = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\n"
+    config.write_text(alone + line)
+    file.write_text(f"measure: {{accelerate: {config}}}\nbaseline: {{}}\noptimizations: []\n")
+    monkeypatch.setattr("finetune.experiments.runner.measured_run.make", lambda *_, **__: pytest.fail("ran"))
+    words = ["ablate", str(QUICKSTART), "--optimizations", str(file), "--output", str(tmp_path / "out")]
+    assert main.main(words) == 2
+    assert "this launch must use only this machine" in capsys.readouterr().err
+    config.write_text(f"{alone}num_machines: 1\nmain_process_ip: localhost\n")
+    optimizations.check_configs(optimizations.read(file))
+
+
 def test_keys_of_an_ablation_may_be_any_of_a_recipe() -> None:
     for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
         assert varied_keys.key_problem(key, 1, "") is None
