@@ -24,7 +24,6 @@ from finetune.recipe.schema import Section
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from finetune.experiments.ablation.optimizations import AblationFile, Optimization
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe
 
