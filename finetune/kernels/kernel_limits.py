@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -105,7 +105,7 @@ def stored_as_mxfp4(config: ModelConfig) -> bool:
     """Return whether a checkpoint is a gpt-oss with experts in mxfp4, which a quantized base model keeps."""
     if config.get_text_config().model_type != "gpt_oss":  # the family that transformers reads in mxfp4
         return False
-    declared = getattr(config, "quantization_config", None)
+    declared: Any = getattr(config, "quantization_config", None)
     declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
     return isinstance(declared, dict) and declared.get("quant_method") == "mxfp4"
 

@@ -93,7 +93,8 @@ class Fp8BaseQuantizer(HfQuantizer):
         return 1.0 if coded else float(param.element_size())
 
     def get_weight_conversions(self) -> Any:
-        return mxfp4_experts.conversions() if self.quantization_config.mxfp4_experts else []
+        config: Any = self.quantization_config
+        return mxfp4_experts.conversions() if config.mxfp4_experts else []
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize()

@@ -383,7 +383,7 @@ def test_failed_check_ends_with_the_number_of_errors_and_the_next_command(name, 
     assert main.main([*words, "data.max_length=2"]) == 2
     *lines, last, _ = capsys.readouterr().err.splitlines()
     assert last == f"1 error; nothing was started. Correct it, then run: {again}"
-    assert "  expected:  at least 8 tokens" in lines
+    assert "  expected:  at least 8 tokens; the default is 1024" in lines
     assert not (tmp_path / "run").exists()
     assert main.main([name, "absent.yaml"]) == 2  # the file is not a recipe with errors
     assert "nothing was started" not in capsys.readouterr().err
