@@ -9,13 +9,13 @@ qwen3.5-*   Qwen3.5-9B's sizes: three of four layers are gated delta nets. LoRA 
             projections of the delta nets. transformers takes `causal-conv1d` and `flash-linear-attention` on
             both sides if they are installed.
 gpt-oss-*   gpt-oss-20b's sizes with all 24 layers, experts in mxfp4. LoRA r=16 on attention, one sequence of
-            4,096 tokens, 24 GiB for the allocator
+            4,096 tokens, 24 GiB for the allocator.
 
-*-packed    documents of real lengths, packed
-*-eager     without torch.compile
-*-fp8       the linear layers of the base model are stored in fp8, and their GEMMs run in fp8
-*-bf16      the experts are dequantized to bf16, without a limit of the memory
-*-trl       TRL's SFTTrainer; *-trl+liger: with Liger's kernels
+*-packed    documents of real lengths, packed.
+*-eager     without torch.compile.
+*-fp8       the linear layers of the base model are stored in fp8, and their GEMMs run in fp8.
+*-bf16      the experts are dequantized to bf16, without a limit of the memory.
+*-trl       TRL's SFTTrainer; *-trl+liger: with Liger's kernels.
 
 Each row runs in a process of its own.
 """

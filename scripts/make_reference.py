@@ -182,7 +182,8 @@ def matrix() -> str:
     text += (
         "Rows are the configs in `accelerate_configs/`, columns are methods and base models. `yes`: a test or a "
         "benchmark\ntrained it, on GPUs or on two CPU processes. `no (N)`: finetune stops with the reason N "
-        "below. Without a GPU, only\n`cpu`, `cpu_2` and DeepSpeed's configs are accepted.\n\n"
+        "below. Without a GPU, only\n`cpu`, `cpu_2` and DeepSpeed's configs are accepted. "
+        "`on experts`: the adapter is also on the stacked\nexperts of a mixture.\n\n"
     )
     text += launch_matrix.table()
     several = _measured("multi_gpu")

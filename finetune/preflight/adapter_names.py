@@ -105,13 +105,14 @@ def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -
             )
         ]
     ranks = _ranks_on_experts(recipe, names)
+    plain = f"adapter.type: {recipe.adapter.type[1:]} and " if kind.storage else ""  # lora for qlora
     if ranks and config.get_text_config().model_type in kernel_limits.FROZEN_EXPERTS:
         return [
             Problem(
                 f"quantized experts of {names.family} train without an adapter",
                 "adapter.target_modules",
                 found=", ".join(sorted(ranks)[:2]),
-                fix="adapter.target_modules: all-linear, or model.quantization: none",
+                fix=f"adapter.target_modules: all-linear, or {plain}model.quantization: none",
                 code="quantization",
             )
         ]

@@ -177,10 +177,15 @@ def _detail(declared: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _asked(recipe: Recipe) -> str:
+    """Return the quantization that a recipe means, by its key or its adapter type; else an empty string."""
+    requested = recipe.model.quantization
+    return requested if requested in EXPERTS_STORAGES else adapter_types.find(recipe.adapter.type).storage
+
+
 def describe(stored: Stored, recipe: Recipe) -> str:
     """Describe in one line how a checkpoint's weights are handled."""
-    requested, meant = recipe.model.quantization, adapter_types.find(recipe.adapter.type).storage
-    if stored.keeps_experts(storage := requested if requested in EXPERTS_STORAGES else meant):
+    if stored.keeps_experts(storage := _asked(recipe)):
         return f"the experts stay as the checkpoint stores them, in {stored}; linear layers get {storage}"
     if stored.stays:
         return f"the base model keeps its quantization: {stored}"
@@ -205,7 +210,7 @@ def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
     meant, found = adapter_types.find(name).storage, str(stored)
     if not stored.trains:
         return [refusal(stored)]
-    kept = stored.keeps_experts(requested if requested in EXPERTS_STORAGES else meant)
+    kept = stored.keeps_experts(_asked(recipe))
     allowed = kept or requested in ("auto", stored.storage) or (requested == "none" and stored.dequantizes)
     if not allowed:
         return [
