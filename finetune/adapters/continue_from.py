@@ -122,32 +122,30 @@ def _source_problems(
     """Return the problems that prevent training of a saved adapter with this recipe."""
     kind, problems = adapter_types.find(adapter.type), []
     if kind.prompt or kind.peft == "adalora":
-        fix = (
-            "remove `init_from`"
-            if kind.prompt
-            else "merge the adapter (finetune merge), and train the result"
-        )
         return [
             Problem(
                 f"PEFT can't continue to train a saved {adapter.type} adapter",
                 INIT_FROM,
                 found=str(adapter.source),
-                fix=fix,
+                fix=(
+                    "remove `init_from`"
+                    if kind.prompt
+                    else "merge the adapter (finetune merge), and train the result"
+                ),
                 code="adapter-type",
             )
         ]
     init = str(saved.get("init_lora_weights")).lower()
     if init.startswith(adapter_types.REBASING_INITS):
-        what, why = "the adapter needs a modified base model", f"{init} moved a part of the base into it"
         return [
             Problem(
-                what,
+                "the adapter needs a modified base model",
                 INIT_FROM,
                 found=f"init_lora_weights: {init}",
                 fix=(
                     "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
                 ),
-                why=why,
+                why=f"{init} moved a part of the base into it",
                 code="adapter-files",
             )
         ]

@@ -395,13 +395,12 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
     if wanted is not None and isinstance(targets, str) and targets != target_modules.EVERYTHING:
         listed = [name for name in names.kinds if target_modules.match(targets, [name])[targets]]
         fix = f"target_modules: [{', '.join(dict.fromkeys(map(short, listed)))}]"
-        fix = f"{fix}, or remove `layers_to_transform`"
         return [
             Problem(
                 "PEFT ignores `layers_to_transform` if `target_modules` is a regular expression",
                 key,
                 found=as_yaml(wanted),
-                fix=fix,
+                fix=f"{fix}, or remove `layers_to_transform`",
                 code="target-modules",
             )
         ]
@@ -485,15 +484,13 @@ def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
     if not isinstance(targets, list) or not isinstance(forward, list) or set(forward) <= set(targets):
         return []
     beside = ", ".join(name for name in forward if name not in targets)
-    what, expected = "these modules are not in `target_modules`", ", ".join(targets)
-    key, fix = "adapter.feedforward_modules", f"target_modules: [{', '.join([*targets, beside])}]"
     return [
         Problem(
-            what,
-            key,
+            "these modules are not in `target_modules`",
+            "adapter.feedforward_modules",
             found=beside,
-            expected=expected,
-            fix=fix,
+            expected=", ".join(targets),
+            fix=f"target_modules: [{', '.join([*targets, beside])}]",
             why="IA3 scales the inputs of feed-forward modules, so they must be targets",
             code="target-modules",
         )
@@ -627,15 +624,17 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
         sizes = {len(names.shapes[name]) for name in matched}
         holders = {name.rpartition(".")[0] for name in matched}
         if not matched:
-            near = nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"})
-            fix = _with_name("target_parameters", targets, target, near)
-            usable = _expert_parameters(names) or available
             problems.append(
                 Problem(
                     f'"{target}" matches no parameter of this model',
                     key,
-                    found=f"the parameters {', '.join(usable)}",
-                    fix=fix,
+                    found=f"the parameters {', '.join(_expert_parameters(names) or available)}",
+                    fix=_with_name(
+                        "target_parameters",
+                        targets,
+                        target,
+                        nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"}),
+                    ),
                     code="target-modules",
                 )
             )
@@ -706,8 +705,14 @@ def _half(layer: str, targets: str | Iterable[str] | None) -> Problem:
     other = next(one for one in pair if one != layer)
     what = f"PEFT adapts {' and '.join(pair)} of a mixture of experts only together"
     listed = [layer] if isinstance(targets, str) else list(targets or ())
-    fix, why = f"target_modules: [{', '.join([*listed, other])}]", "one parameter holds both"
-    return Problem(what, "adapter.target_modules", found=layer, fix=fix, why=why, code="target-modules")
+    return Problem(
+        what,
+        "adapter.target_modules",
+        found=layer,
+        fix=f"target_modules: [{', '.join([*listed, other])}]",
+        why="one parameter holds both",
+        code="target-modules",
+    )
 
 
 def _no_experts(names: Names, peft: str) -> Problem | None:

@@ -57,14 +57,13 @@ def check(config: ModelConfig, data: Data, train: Train, attention: str, process
     rows = train.effective_batch_size if searched else batch_size.split_batch(train, processes).per_device
     if longest and rows * data.max_length > longest and upstream_options.fixed_mask(text.model_type):
         one = ["train.per_device_train_batch_size: 1"] if data.max_length <= longest else []
-        fix = " or ".join([*one, switch_off(data)])
         raise UserError(
             Problem(
                 f"the attention mask of {text.model_type} has only {longest} positions for one forward pass",
                 _keys(data)[0],
                 found=f"{rows} sequences of {data.max_length} tokens",
                 expected=f"{longest} tokens or fewer per forward pass",
-                fix=fix,
+                fix=" or ".join([*one, switch_off(data)]),
                 code="batch-size",
             )
         )

@@ -185,11 +185,10 @@ def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content)
     number = int(error_number[1]) if isinstance(error_number, re.Match) else error_number
     full = number in FULL or (free is not None and free < needed)
     found = f"{error}; {free or 0:,} bytes free, {needed:,} bytes needed" if full else str(error)
-    what, found = f"finetune can't write the checkpoint of step {step}", found or type(error).__name__
     return Problem(
-        what,
+        f"finetune can't write the checkpoint of step {step}",
         where=str(checkpoints),
-        found=found,
+        found=found or type(error).__name__,
         fix=f"{'free some space on the disk' if full else 'remove the cause'}, then continue with --resume",
         code="disk",
     )

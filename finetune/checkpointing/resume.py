@@ -62,13 +62,12 @@ def check_folder(output_dir: str | None, requested: str | None, recipe: dict[str
         lock.check_free(output_dir)
         return False
     if output_dir is None:
-        what, fix = "--resume needs the folder of the run", "train.output_dir=RUN"
         raise UserError(
             Problem(
-                what,
+                "--resume needs the folder of the run",
                 "train.output_dir",
                 found="null",
-                fix=fix,
+                fix="train.output_dir=RUN",
                 why="a run without this key gets a new folder, which has no checkpoints",
                 code="missing-key",
             )
@@ -95,13 +94,12 @@ def check_folder(output_dir: str | None, requested: str | None, recipe: dict[str
         return False
     if _saved(folder):
         evaluate = command_lines.command("evaluate", str(folder.path))
-        fix = f"{evaluate}, or choose a new train.output_dir to train again"
         raise UserError(
             Problem(
                 "the run is trained and saved, but not evaluated",
                 "train.output_dir",
                 found=output_dir,
-                fix=fix,
+                fix=f"{evaluate}, or choose a new train.output_dir to train again",
                 code="run-folder",
             )
         )

@@ -175,12 +175,11 @@ def structure(path: Path) -> dict[str, Any]:
         layout = checkpoints.read_json(path, "state.json")
         names = layout.keys() | {name for name, _ in layout["ranks"][0]["dict"]}
     if missing := sorted(PARTS.keys() - names):
-        what, layout = "the checkpoint has no state for some parts of the training", ", ".join(missing)
         raise UserError(
             Problem(
-                what,
+                "the checkpoint has no state for some parts of the training",
                 where=str(path),
-                found=layout,
+                found=", ".join(missing),
                 fix="choose another checkpoint with --resume=step-N",
                 why="the result of a resume would differ",
                 code="checkpoint",

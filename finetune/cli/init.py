@@ -108,11 +108,10 @@ def _answers(options: argparse.Namespace) -> dict[str, str]:
                 given[name] = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
     missing = [name for name, (_, default) in QUESTIONS.items() if not (given[name] or default)]
     if missing:
-        fix = command("init", *(word for name in missing for word in (f"--{name}", name.upper())))
         raise UserError(
             Problem(
                 f"{' and '.join(f'--{name}' for name in missing)} must be given without a terminal",
-                fix=fix,
+                fix=command("init", *(word for name in missing for word in (f"--{name}", name.upper()))),
                 code="command-line",
             )
         )

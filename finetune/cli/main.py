@@ -206,11 +206,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise UserError(Problem("the command is missing", fix=command("--help"), code=code))
     if words[0] not in {*commands, "-h", "--help", "--version"}:
         meant = renames.COMMANDS.get(words[0]) or nearest(words[0], commands)
-        what, fix = (
-            f"there is no command `{words[0]}`",
-            command(*([meant, *words[1:]] if meant else ["--help"])),
+        raise UserError(
+            Problem(
+                f"there is no command `{words[0]}`",
+                fix=command(*([meant, *words[1:]] if meant else ["--help"])),
+                code=code,
+            )
         )
-        raise UserError(Problem(what, fix=fix, code=code))
     options, extra = top.parse_known_args(arguments.in_order(words))
     overrides = hasattr(options, "overrides")
     if wrong := [word for word in extra if not overrides or "=" not in word or word.startswith("-")]:

@@ -53,11 +53,10 @@ def check_items(name: str, values: Collection[object], kind: type) -> None:
     """Refuse a list with a value that is no instance of `kind`, such as the class in place of an instance."""
     for value in values:
         if not isinstance(value, kind):
-            found = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
             raise UserError(
                 Problem(
                     f"an item of the argument `{name}` has the wrong type",
-                    found=found,
+                    found=f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__,
                     expected=f"instances of {kind.__name__}",
                     fix=f"derive the class from {kind.__name__}, and pass an instance",
                     code="value-type",

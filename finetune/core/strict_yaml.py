@@ -116,10 +116,9 @@ def text_of(path: pathlib.Path, what: str) -> str:
     if not path.is_dir():  # for a folder, the read below raises a clear OSError
         check_regular(path)
     if (size := path.stat().st_size) > MAX_BYTES:
-        what = f"the file is too large for {what}"
         raise UserError(
             Problem(
-                what,
+                f"the file is too large for {what}",
                 where=str(path),
                 found=f"{size:,} bytes",
                 expected=f"at most {MAX_BYTES:,}",

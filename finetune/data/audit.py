@@ -370,7 +370,6 @@ class Audit:
         fix = self._remedies().get(next(iter(counts)), "correct these examples")
         fix += f", or set data.expect.{limit}: {_enough(total, of):g}" if self.report.kept else ""
         why = WHY.get(limit, "the run would skip these examples")
-        why = why if self.report.kept else "no example is left without them"
         return [
             *details,
             Problem(
@@ -379,7 +378,7 @@ class Audit:
                 found=said,
                 expected=f"at most {allowed:.1%}",
                 fix=fix,
-                why=why,
+                why=why if self.report.kept else "no example is left without them",
                 code="data-expect",
             ),
         ]
@@ -442,13 +441,12 @@ class Audit:
             f"the model's {report.positions} positions" if report.positions else f"{data.max_length} tokens"
         )
         fix = "" if report.positions else f"max_length: {report.longest}, or too_long: drop"
-        fix, expected = fix or "too_long: drop", f"at most {limit}"
         return Problem(
             f"{count} example{'s are' if count != 1 else ' is'} too long",
             "data.max_length",
             found=f"{shown(places, count)}; the longest has {report.longest} tokens",
-            expected=expected,
-            fix=fix,
+            expected=f"at most {limit}",
+            fix=fix or "too_long: drop",
             code="token-limit",
         )
 

@@ -162,13 +162,12 @@ def refuse(example: Example, missing: list[Part]) -> Part:
         if part.kind not in OPTIONAL or (part.kind == "reasoning" and part.message > last_user_turn):
             where = example.where + (f", message {part.message}" if part.message >= 0 else "")
             fix = "data.chat_template: qwen3"
-            fix = f"reasoning: cut, or {fix}" if part.kind == "reasoning" else fix
             raise BadRow(
                 "malformed",
                 f"the chat template ignores {NAMES[part.kind]}",
                 where,
                 short(part.text),
-                fix=fix,
+                fix=f"reasoning: cut, or {fix}" if part.kind == "reasoning" else fix,
                 why=LOST,
                 code="data-lost",
             )

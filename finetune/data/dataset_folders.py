@@ -223,13 +223,12 @@ def _splits_of_dict(folder: Path, key: str) -> Splits | None:
         is_inside = "/" not in name and name not in (".", "..")
         listed = _listed_in_state(folder / name, key) if is_inside else None
         if listed is None:
-            what, found = f"the split {name} of this saved dataset is missing", f"no {folder / name}"
             raise UserError(
                 Problem(
-                    what,
+                    f"the split {name} of this saved dataset is missing",
                     key,
                     where=str(folder / DICT),
-                    found=found,
+                    found=f"no {folder / name}",
                     fix="save the dataset again with save_to_disk",
                     code="data-not-found",
                 )

@@ -234,12 +234,16 @@ class Encoder:
             texts = render(ChatTemplate(encoder.own, special, encoder.date), prompts, prompt=True)
             for index, text in zip(chosen, texts, strict=True):
                 if text.error:
-                    what, fix = (
-                        "the chat template can't render a prompt",
-                        "data.chat_template: chatml",
+                    raise UserError(
+                        Problem(
+                            "the chat template can't render a prompt",
+                            KEY,
+                            examples[index].where,
+                            text.error,
+                            fix="data.chat_template: chatml",
+                            code="chat-template",
+                        )
                     )
-                    where = examples[index].where
-                    raise UserError(Problem(what, KEY, where, text.error, fix=fix, code="chat-template"))
                 found[index] = text.text
         return [found[index] for index in sorted(found)]
 
@@ -322,26 +326,47 @@ class Encoder:
         self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Encoding
     ) -> Encoded:
         if text.error.startswith(STOPPED):
-            what, fix = "the chat template takes too long", "data.chat_template: chatml"
-            raise UserError(Problem(what, KEY, example.where, text.error, fix=fix, code="chat-template"))
+            raise UserError(
+                Problem(
+                    "the chat template takes too long",
+                    KEY,
+                    example.where,
+                    text.error,
+                    fix="data.chat_template: chatml",
+                    code="chat-template",
+                )
+            )
         if text.error:
-            what = "the chat template can't render this chat"
-            raise BadRow("malformed", what, example.where, found=text.error, code="chat-template")
+            raise BadRow(
+                "malformed",
+                "the chat template can't render this chat",
+                example.where,
+                found=text.error,
+                code="chat-template",
+            )
         if self.leaves_out:
             self._check_left_out(example)
         if example.tools and not any(str(t["function"].get("name")) in text.text for t in example.tools):
-            what, fix = (
+            raise BadRow(
+                "malformed",
                 "the chat template ignores tools",
-                "chat_template: qwen3, or remove the column `tools`",
+                example.where,
+                fix="chat_template: qwen3, or remove the column `tools`",
+                why=LOST,
+                code="data-lost",
             )
-            raise BadRow("malformed", what, example.where, fix=fix, why=LOST, code="data-lost")
         rest = encoding.ids
         ids = shared + rest
         if self.train_on == "all":
             if not all(example.trained) or example.weights:
                 key = "weight" if example.weights else "train: false"
-                what, fix = f"`{key}` of a message excludes `train_on: all`", "data.train_on: assistant"
-                raise BadRow("malformed", what, example.where, fix=fix, code="recipe-conflict")
+                raise BadRow(
+                    "malformed",
+                    f"`{key}` of a message excludes `train_on: all`",
+                    example.where,
+                    fix="data.train_on: assistant",
+                    code="recipe-conflict",
+                )
             return Encoded(ids, [(0, len(ids))])
         found, merged, tail = [], False, text.text[head:]
         weights, is_divided = [], False
@@ -374,9 +399,14 @@ class Encoder:
         for message in example.messages or ():
             for kind in sorted(self.leaves_out.intersection((message["role"], *message))):
                 fix = "data.chat_template: qwen3"
-                fix = f"reasoning: cut, or {fix}" if kind in REASONING_KEYS else fix
-                what = f"the chat template ignores {LEFT_OUT[kind]}"
-                raise BadRow("malformed", what, example.where, fix=fix, why=LOST, code="data-lost")
+                raise BadRow(
+                    "malformed",
+                    f"the chat template ignores {LEFT_OUT[kind]}",
+                    example.where,
+                    fix=f"reasoning: cut, or {fix}" if kind in REASONING_KEYS else fix,
+                    why=LOST,
+                    code="data-lost",
+                )
 
 
 def make_encoder(
@@ -393,15 +423,16 @@ def make_encoder(
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        what, fix = (
-            "the tokenizer has no tokenizer.json",
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        raise UserError(
+            Problem(
+                "the tokenizer has no tokenizer.json",
+                "model.name",
+                found=type(tokenizer).__name__,
+                fix="AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+                why="finetune maps tokens to characters, which needs a fast tokenizer",
+                code="tokenizer",
+            )
         )
-        found, why = (
-            type(tokenizer).__name__,
-            "finetune maps tokens to characters, which needs a fast tokenizer",
-        )
-        raise UserError(Problem(what, "model.name", found=found, fix=fix, why=why, code="tokenizer"))
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, Any] = {"opening": _opening(backend)}
@@ -414,20 +445,27 @@ def make_encoder(
     if not chats:
         return Encoder(tokenizer, data.train_on, **known)
     if not tokenizer.chat_template:
-        what, expected = (
-            "the tokenizer has no chat template",
-            f"a Jinja file, or one of {', '.join(bundled())}",
-        )
         raise UserError(
-            Problem(what, KEY, expected=expected, fix=CHATML, why=NEEDS_TEMPLATE, code="chat-template")
+            Problem(
+                "the tokenizer has no chat template",
+                KEY,
+                expected=f"a Jinja file, or one of {', '.join(bundled())}",
+                fix=CHATML,
+                why=NEEDS_TEMPLATE,
+                code="chat-template",
+            )
         )
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if named and "default" not in named:
-        what, fix = (
-            "none of the tokenizer's chat templates is the default",
-            "save one of them as template.jinja, and set data.chat_template: template.jinja",
+        raise UserError(
+            Problem(
+                "none of the tokenizer's chat templates is the default",
+                KEY,
+                found=", ".join(sorted(named)),
+                fix="save one of them as template.jinja, and set data.chat_template: template.jinja",
+                code="chat-template",
+            )
         )
-        raise UserError(Problem(what, KEY, found=", ".join(sorted(named)), fix=fix, code="chat-template"))
     encoder = _of_template(tokenizer, str(tokenizer.get_chat_template()), data, known, None)
     if "tool_use" not in named:
         return encoder

@@ -30,9 +30,13 @@ class BadRow(Exception):
         super().__init__(what)
         self.kind = kind  # unreadable | malformed | role_order | unanswered
         # A terminal would interpret control characters
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in found)
-        code = texts.pop("code", "data-example")
-        self.problem = Problem(what, where=where, found=shown, code=code, **texts)
+        self.problem = Problem(
+            what,
+            where=where,
+            found="".join(c if c.isprintable() else ascii(c)[1:-1] for c in found),
+            code=texts.pop("code", "data-example"),
+            **texts,
+        )
 
 
 class TurnWeights(NamedTuple):

@@ -349,8 +349,13 @@ def _check_columns(row: Row, data: Data) -> None:
 def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> str:
     text = value.get(column)
     if not isinstance(text, str):
-        fix = f'write it as a string: "{text}"' if type(text) in (int, float) and text == text else ""
-        raise BadRow("malformed", f"`{column}` must be a string", row.where, short(text), fix=fix)
+        raise BadRow(
+            "malformed",
+            f"`{column}` must be a string",
+            row.where,
+            short(text),
+            fix=f'write it as a string: "{text}"' if type(text) in (int, float) and text == text else "",
+        )
     if not (empty or text.strip()):
         raise BadRow("malformed", f"`{column}` is empty", row.where)
     return text

@@ -122,8 +122,14 @@ def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> Bad
     named = [role_of(turn) for turn in turns if isinstance(turn, dict)]
     unknown = [str(name) for name in named if name is not None and roles.get(str(name), name) not in ROLES]
     bad.roles, said = tuple(dict.fromkeys(unknown)), bad.problem
-    found, fix = ", ".join(map(short, bad.roles)), hints.role_map(bad.roles)
-    more = BadRow(bad.kind, said.what, said.where, found, expected=said.expected, fix=fix)
+    more = BadRow(
+        bad.kind,
+        said.what,
+        said.where,
+        ", ".join(map(short, bad.roles)),
+        expected=said.expected,
+        fix=hints.role_map(bad.roles),
+    )
     more.roles = bad.roles
     return more
 
@@ -136,13 +142,23 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
             return turn  # the fast path for most messages
     where = f"{row}, message {number}"
     if not isinstance(turn, dict):
-        fix = "write one list of messages, not a list of lists" if isinstance(turn, list) else ""
-        raise BadRow("malformed", "a message must be a mapping", where, short(turn), fix=fix)
+        raise BadRow(
+            "malformed",
+            "a message must be a mapping",
+            where,
+            short(turn),
+            fix="write one list of messages, not a list of lists" if isinstance(turn, list) else "",
+        )
     named = role_of(turn)
     role = roles.get(str(named), named)
     if named is None:
-        what, found = "a message has no role", ", ".join(map(str, turn))
-        raise BadRow("malformed", what, where, found, expected="role and content, or from and value")
+        raise BadRow(
+            "malformed",
+            "a message has no role",
+            where,
+            ", ".join(map(str, turn)),
+            expected="role and content, or from and value",
+        )
     if role not in ROLES:
         bad = BadRow("malformed", "unknown role", where, short(named), expected=" or ".join(ROLES))
         bad.roles = (str(named),)
@@ -196,8 +212,13 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
         if kind in ANTHROPIC:
             kind, part = _of_anthropic(part)
         if kind not in found:
-            what, expected = "unknown type of a content part", " or ".join((*found, *ANTHROPIC))
-            raise BadRow("malformed", what, where, found=short(kind), expected=expected)
+            raise BadRow(
+                "malformed",
+                "unknown type of a content part",
+                where,
+                found=short(kind),
+                expected=" or ".join((*found, *ANTHROPIC)),
+            )
         found[kind].append(part.get("text", part.get("value")) if isinstance(part, dict) else part)
     if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
         raise BadRow("malformed", "`content` must be a string", where, found=short(parts))
@@ -281,12 +302,12 @@ def _check_order(messages: list[Message], where: str) -> None:
     shown = ", ".join(roles)
     for before, role in zip(["", *roles], roles, strict=False):
         if role not in after[before]:
-            what = f"the role {role} is not allowed " + (
-                f"after {before}" if before else "in the first message"
-            )
             raise BadRow(
                 "role_order",
-                what,
+                (
+                    f"the role {role} is not allowed "
+                    + (f"after {before}" if before else "in the first message")
+                ),
                 where,
                 found=shown,
                 expected="user and assistant in turn, after at most one system message",

@@ -127,13 +127,12 @@ def owner_of(folder: Path) -> str:
 def _refuse_strangers(folder: Path, owner: int) -> None:
     if owner not in (os.geteuid(), 0) and folder.parent.stat().st_mode & stat.S_IWOTH:
         why, fix = "everybody can write to the folder above it", "set data.cache_dir or $FINETUNE_CACHE"
-        fix, key = f"{fix} to a folder of yours", "data.cache_dir"
         raise UserError(
             Problem(
                 f"finetune does not trust the cache {folder}",
-                key,
+                "data.cache_dir",
                 found=f"the folder belongs to user {owner}",
-                fix=fix,
+                fix=f"{fix} to a folder of yours",
                 why=why,
                 code="cache",
             )

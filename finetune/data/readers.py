@@ -418,15 +418,21 @@ def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionE
     # Too deep nesting, a duplicate key, or a number with thousands of digits
     if not isinstance(error, json.JSONDecodeError):
         # The parser gives no line for an item of an array
-        where = f"{path}:{number}" if number else str(path)
-        return BadRow("unreadable", f"finetune can't read this JSON: {error}", where)
+        return BadRow(
+            "unreadable",
+            f"finetune can't read this JSON: {error}",
+            f"{path}:{number}" if number else str(path),
+        )
     column, shown = error.colno, line.rstrip("\r\n")
     start, rest = max(0, column - 31), shown[column - 1 :].strip()
     cut = error.msg.startswith("Unterminated") or ("escape" in error.msg and len(rest) < len("\\u0000"))
     # The file may also end inside one of these values
     cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))
     what = "the file is cut off" if cut and not line.endswith("\n") else "not valid JSON"
-    where, found = f"{path}:{number}:{column}", shown[start : start + 60]
     return BadRow(
-        "unreadable", f"{what}: {error.msg}", where, found, fix="" if "cut off" in what else hints.line(shown)
+        "unreadable",
+        f"{what}: {error.msg}",
+        f"{path}:{number}:{column}",
+        shown[start : start + 60],
+        fix="" if "cut off" in what else hints.line(shown),
     )

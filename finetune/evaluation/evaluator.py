@@ -62,13 +62,12 @@ def run(
     """
     folder = run_folder.open_run(path)
     if not os.access(folder.path, os.W_OK):
-        what, why = "finetune can't write to the run folder", "the evaluation stores its results there"
         raise UserError(
             Problem(
-                what,
+                "finetune can't write to the run folder",
                 where=str(folder.path),
                 fix="copy the run folder to a writable place and evaluate the copy",
-                why=why,
+                why="the evaluation stores its results there",
                 code="path",
             )
         )

@@ -481,13 +481,12 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
     names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
     if f"{task}/{metric}" not in names:
         what, metric_name = "no task of the evaluation has this metric", f"{task}/{metric}"
-        expected = recipe_errors.choices(metric_name, ["loss", "exact_match", *names])
         raise UserError(
             Problem(
                 what,
                 "eval.metric_for_best_model",
                 found=metric_name,
-                expected=expected,
+                expected=recipe_errors.choices(metric_name, ["loss", "exact_match", *names]),
                 fix="metric_for_best_model: loss",
                 code="eval-setting",
             )

@@ -35,12 +35,11 @@ def missing(task: str, files: Iterable[Path]) -> Problem | None:
     if not absent:
         return None
     extras = sorted({extra for module in absent if (extra := _extra_of(module))})
-    fix = install_command(*([f"lm-eval[{','.join(extras)}]"] if extras else absent))
     return Problem(
         f"the task `{task}` needs {', '.join(absent)}",
         "eval.tasks",
         found="not installed",
-        fix=fix,
+        fix=install_command(*([f"lm-eval[{','.join(extras)}]"] if extras else absent)),
         code="package-missing",
     )
 

@@ -468,9 +468,14 @@ def general_texts(settings: Eval) -> list[str]:
             "the file with general texts does not exist",
             paths.similar_files(Path(settings.forgetting)),
         )
-        fix = fix or "eval.forgetting: true"
         raise UserError(
-            Problem(what, "eval.forgetting", found=settings.forgetting, fix=fix, code="data-not-found")
+            Problem(
+                what,
+                "eval.forgetting",
+                found=settings.forgetting,
+                fix=fix or "eval.forgetting: true",
+                code="data-not-found",
+            )
         )
     if settings.forgetting is True:
         path = shipped_files.folder("examples") / "general" / "text.jsonl"

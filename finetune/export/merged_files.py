@@ -124,9 +124,15 @@ def note_interrupted(target: Path, command: str) -> list[str]:
 def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained: Qat | None) -> None:
     """Check everything that is known before weights are loaded."""
     if folder.weights == folder.model and not quantized:
-        what, why = "the run has no adapter to merge", "full fine-tuning saved the whole model in model/"
-        fix = "use model/, or quantize it with --quantize int8"
-        raise UserError(Problem(what, where=str(folder.path), fix=fix, why=why, code="merge"))
+        raise UserError(
+            Problem(
+                "the run has no adapter to merge",
+                where=str(folder.path),
+                fix="use model/, or quantize it with --quantize int8",
+                why="full fine-tuning saved the whole model in model/",
+                code="merge",
+            )
+        )
     check_one_process(setup, "merge", folder)
     if quantized:
         torchao_quantization.check_installed()
@@ -139,9 +145,14 @@ def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained:
 def check_one_process(setup: Setup, command: str, folder: RunFolder) -> None:
     """Raise a UserError if a command that writes a whole model runs in several processes (exit 2)."""
     if setup.launch.processes > 1:
-        what, found = f"`finetune {command}` runs in one process", f"{setup.launch.processes} processes"
-        fix = command_lines.command(command, str(folder.path))
-        raise UserError(Problem(what, found=found, fix=fix, code="launch-config"))
+        raise UserError(
+            Problem(
+                f"`finetune {command}` runs in one process",
+                found=f"{setup.launch.processes} processes",
+                fix=command_lines.command(command, str(folder.path)),
+                code="launch-config",
+            )
+        )
 
 
 def size(folder: Path) -> int:

@@ -138,9 +138,17 @@ def free_target(run: Path, name: str, output: str | None) -> Path:
     """
     target = Path(output) if output else run / name
     if target.is_symlink() and not target.exists():
-        what, found = "the output folder is a link that leads nowhere", f"a link to {target.readlink()}"
-        fix, why = f"--output {free_name(target)}", "finetune follows no such link"
-        raise UserError(Problem(what, "", str(target), found, fix=fix, why=why, code="unsafe-file"))
+        raise UserError(
+            Problem(
+                "the output folder is a link that leads nowhere",
+                "",
+                str(target),
+                f"a link to {target.readlink()}",
+                fix=f"--output {free_name(target)}",
+                why="finetune follows no such link",
+                code="unsafe-file",
+            )
+        )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         held = (
             ", ".join(sorted(entry.name for entry in target.iterdir())[:6]) if target.is_dir() else "a file"
@@ -149,8 +157,14 @@ def free_target(run: Path, name: str, output: str | None) -> Path:
         texts = {"found": held, "fix": fix, "why": "finetune overwrites no files", "code": "merge"}
         raise UserError(Problem(what, where=str(target), **texts))
     if not target.absolute().parent.is_dir():
-        what, fix = "the folder of the output does not exist", f"mkdir -p {target.parent}"
-        raise UserError(Problem(what, where=str(target.parent), fix=fix, code="path"))
+        raise UserError(
+            Problem(
+                "the folder of the output does not exist",
+                where=str(target.parent),
+                fix=f"mkdir -p {target.parent}",
+                code="path",
+            )
+        )
     return target
 
 
@@ -203,7 +217,11 @@ def located(folder: RunFolder, staged: Path, target: Path) -> Iterator[None]:
         ]
         raise UserError(*problems, code=error.code) from error
     except torch.OutOfMemoryError as error:
-        what, why = "the GPU has too little memory for the merge", "a merge needs the weights in fp32"
-        fix = f"ACCELERATE_USE_CPU=true {command_lines.command('merge', str(folder.path))}"
-        problem = Problem(what, found=first_line(error), fix=fix, why=why, code="out-of-memory")
+        problem = Problem(
+            "the GPU has too little memory for the merge",
+            found=first_line(error),
+            fix=f"ACCELERATE_USE_CPU=true {command_lines.command('merge', str(folder.path))}",
+            why="a merge needs the weights in fp32",
+            code="out-of-memory",
+        )
         raise UserError(problem, code=Exit.ENVIRONMENT) from error

@@ -80,10 +80,14 @@ def check_name(repo: str, key: str = "publish.repo") -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        what = "this text can't be the name of a repository"
-        expected = "organization/name or name, with at most 96 letters, digits, - _ and ."
-        fix = "name a repository such as my-organization/my-model"
-        problem = Problem(what, key, found=repo, expected=expected, fix=fix, code="publish-target")
+        problem = Problem(
+            "this text can't be the name of a repository",
+            key,
+            found=repo,
+            expected="organization/name or name, with at most 96 letters, digits, - _ and .",
+            fix="name a repository such as my-organization/my-model",
+            code="publish-target",
+        )
         raise UserError(problem) from error
 
 
@@ -136,10 +140,18 @@ def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, lis
             info = patiently(api.repo_info, repo)
             notes.append(f"{repo} is new on the Hub, {'private' if info.private else 'public'} and empty")
         if private and not info.private:
-            fix = "add --public, name another --repo, or make the repository private in its settings"
-            what, expected = "the repository is public", "a private repository (publish.private: true)"
-            key, code = "publish.repo", "publish-target"
-            raise UserError(Problem(what, key, "", repo, expected, fix, code=code), code=Exit.ENVIRONMENT)
+            raise UserError(
+                Problem(
+                    "the repository is public",
+                    "publish.repo",
+                    "",
+                    repo,
+                    "a private repository (publish.private: true)",
+                    "add --public, name another --repo, or make the repository private in its settings",
+                    code="publish-target",
+                ),
+                code=Exit.ENVIRONMENT,
+            )
         if info.private and not private:
             notes.append(f"{repo} stays private: its settings on the Hub decide what is public")
         patiently(api.auth_check, repo, write=True)
@@ -160,9 +172,14 @@ def _check_role(me: dict[str, Any], repo: str) -> None:
             for scope in scopes
         )
     if not may:
-        found = f"a {role} token of {me.get('name')}"
-        what, fix = "the token has no write access", REMEDIES[403]
-        problem = Problem(what, "publish.repo", repo, found, fix=fix, code="hub")
+        problem = Problem(
+            "the token has no write access",
+            "publish.repo",
+            repo,
+            f"a {role} token of {me.get('name')}",
+            fix=REMEDIES[403],
+            code="hub",
+        )
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
@@ -215,12 +232,15 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
                 return Pushed(head, list(sent), there)
             clash = {"adapter_config.json", "config.json", "model.safetensors"} & there.keys() - files.keys()
             if clash:
-                what, why = (
+                problem = Problem(
                     "the repository holds other weights",
-                    "libraries would load them in place of yours",
+                    "publish.repo",
+                    repo,
+                    ", ".join(sorted(clash)),
+                    fix="name another --repo",
+                    why="libraries would load them in place of yours",
+                    code="publish-target",
                 )
-                found, fix = ", ".join(sorted(clash)), "name another --repo"
-                problem = Problem(what, "publish.repo", repo, found, fix=fix, why=why, code="publish-target")
                 raise UserError(problem)
             sent |= dict.fromkeys(missing)
             if "README.md" in missing:  # an invalid card is an error before gigabytes are sent

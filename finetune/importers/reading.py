@@ -96,18 +96,23 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     text = _text(path)
     for word, (kind, parts) in ELSEWHERE.items():
         if word in text:
-            instead = f"read {parts}, and answer the questions of `finetune init`"
             raise UserError(
-                Problem(f"finetune can't import {kind}", where=str(path), fix=instead, code="import")
+                Problem(
+                    f"finetune can't import {kind}",
+                    where=str(path),
+                    fix=f"read {parts}, and answer the questions of `finetune init`",
+                    code="import",
+                )
             )
     words = _command_words(text, str(path))
     if not words and (path.suffix == ".py" or _SCRIPT.search(text)):
-        instead = "write the values of its SFTConfig and ModelConfig into a YAML file, and import that file"
         raise UserError(
             Problem(
                 f"finetune can't import a Python script{' of TRL' if _SCRIPT.search(text) else ''}",
                 where=str(path),
-                fix=instead,
+                fix=(
+                    "write the values of its SFTConfig and ModelConfig into a YAML file, and import that file"
+                ),
                 code="import",
             )
         )
@@ -308,12 +313,11 @@ def _tool_of(source: dict[str, Any], where: str) -> str:
     best = max(counts, key=lambda tool: counts[tool])
     others = [tool for tool in counts if tool != best and counts[tool] == counts[best]]
     if not counts[best] or others:
-        what, known = "finetune can't tell which tool this file is for", ", ".join(map(str, source))
         raise UserError(
             Problem(
-                what,
+                "finetune can't tell which tool this file is for",
                 where=where,
-                found=shortened(known, 200),
+                found=shortened(", ".join(map(str, source)), 200),
                 fix="--from axolotl, --from llamafactory or --from trl",
                 why="finetune compares the keys with those of each tool",
                 code="import",

@@ -138,11 +138,10 @@ def _check_model(backend: Tokenizer, name: str) -> None:
 
 
 def _refused(what: str, name: str, found: str, expected: str) -> UserError:
-    what, key = f"the tokenizer {what}", "model.name"
     return UserError(
         Problem(
-            what,
-            key,
+            f"the tokenizer {what}",
+            "model.name",
             where=name,
             found=found,
             expected=expected,

@@ -116,8 +116,16 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
             )
         )
     if count < 1:
-        what, found = "the config has no number of processes", f"num_processes: {count}"
-        raise UserError(Problem(what, "--accelerate", str(path), found=found, fix="--gpus 16", code=code))
+        raise UserError(
+            Problem(
+                "the config has no number of processes",
+                "--accelerate",
+                str(path),
+                found=f"num_processes: {count}",
+                fix="--gpus 16",
+                code=code,
+            )
+        )
     if sizes["cp"] > 1 and count != sizes["cp"] * sizes["dp_shard"]:
         raise UserError(
             Problem(

@@ -53,13 +53,12 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
     storage = storage if storage in adapter_types.QUANTIZED else meant or storage
     reason = expert_targets.stays_in_bf16(names, config, storage)
     if meant and reason:
-        fix = f"adapter.type: {adapter[1:]} and model.quantization: nf4"
         return [
             Problem(
                 f"{adapter} can't quantize all of {names.family}",
                 "adapter.type",
                 found=f"{expert_targets.stacks_in_bf16(names)} would stay in bf16",
-                fix=fix,
+                fix=f"adapter.type: {adapter[1:]} and model.quantization: nf4",
                 why=reason,
                 code="quantization",
             )
@@ -72,13 +71,12 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
     stored = [name for name in names.linear if names.kinds[name] == "Linear"]
     if storage not in ONLY_LINEAR or stored:
         return []
-    fix = "set `model.quantization: nf4`, or none"
     return [
         Problem(
             f"{storage} quantizes only nn.Linear layers, and the layers of {names.family} are Conv1D",
             "model.quantization",
             found=storage,
-            fix=fix,
+            fix="set `model.quantization: nf4`, or none",
             code="quantization",
         )
     ]

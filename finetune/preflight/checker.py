@@ -345,10 +345,13 @@ def _trackers(recipe: Recipe) -> list[str]:
         raise UserError(*(_unknown_tracker(name, known) for name in unknown))
     missing = [name for name in trackers if not _tracker_installed(name)]
     if missing:
-        fix = packages.install_command(*(TRACKERS.get(name, (name, name))[1] for name in missing))
         raise UserError(
             Problem(
-                "a tracker is not installed", key, found=", ".join(missing), fix=fix, code="package-missing"
+                "a tracker is not installed",
+                key,
+                found=", ".join(missing),
+                fix=packages.install_command(*(TRACKERS.get(name, (name, name))[1] for name in missing)),
+                code="package-missing",
             ),
             code=Exit.ENVIRONMENT,
         )

@@ -80,12 +80,11 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        found = error.strerror or str(error)
         raise UserError(
             Problem(
                 "finetune can't create the output folder",
                 where=str(folder),
-                found=found,
+                found=error.strerror or str(error),
                 fix="choose another folder with --output",
                 code="path",
             )

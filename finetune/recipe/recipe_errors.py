@@ -232,14 +232,13 @@ def _batch_problem(effective: Any, micro: Any, where: Where) -> list[Problem]:
         return []
     low, high = effective // micro * micro, (effective // micro + 1) * micro
     near, fix = f"{low} or {high}" if low else f"{high}", f"effective_batch_size: {high}"
-    near = f"{near} sequences"
     return [
         Problem(
             f"this value is not a multiple of `per_device_train_batch_size: {micro}`",
             "train.effective_batch_size",
             where=place_of(("train", "effective_batch_size"), where),
             found=f"{effective} sequences",
-            expected=near,
+            expected=f"{near} sequences",
             fix=fix,
             code="batch-size",
         )
@@ -266,13 +265,13 @@ def _problem(
     if kind == "extra_forbidden":
         return unknown_key(path, raw, where, known)
     if kind == "missing":
-        fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{key}:`"
-        fix = _REQUIRED.get(key, fix)
         return Problem(
             "the recipe lacks this required key" if len(path) > 1 else "the recipe lacks this section",
             key,
             where=place_of(path[:-1], where),
-            fix=fix,
+            fix=_REQUIRED.get(
+                key, f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{key}:`"
+            ),
             why="finetune has no default for it",
             code="missing-key",
         )

@@ -61,9 +61,14 @@ def read(path: Path) -> Run:
     """Read all available files. `missing` names files that do not exist or cannot be read."""
     if not any(RunFolder(path).file(name).exists() for name in FILES):
         found, expected = "no file of a run", f"one of {', '.join(FILES)}"
-        fix = "name the folder that `finetune train` wrote"
         problem = Problem(
-            "the path is not a run folder", "", str(path), found, expected, fix, code="run-folder"
+            "the path is not a run folder",
+            "",
+            str(path),
+            found,
+            expected,
+            "name the folder that `finetune train` wrote",
+            code="run-folder",
         )
         raise UserError(problem)
     found, folder = Run(path), RunFolder(path)

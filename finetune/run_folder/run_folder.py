@@ -250,12 +250,11 @@ class RunFolder:
             found = [line for line in map(read_step, lines) if "loss" in line]
             _check_steps(shape, found)
         except (OSError, ValueError) as error:
-            what, found = "metrics.jsonl is damaged", " ".join(str(error).split())[:200]
             raise UserError(
                 Problem(
-                    what,
+                    "metrics.jsonl is damaged",
                     where=str(path),
-                    found=found,
+                    found=" ".join(str(error).split())[:200],
                     fix="restore the file from a copy, or delete the damaged lines",
                     code="run-damaged",
                 ),

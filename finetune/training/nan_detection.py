@@ -203,12 +203,11 @@ class NonFinite(TrainerCallback):
         what = f"the gradients of step {step} are NaN or Inf"
         if self.in_a_row > 1:
             what += f", after {self.in_a_row - 1} such steps before it"
-        found = "; ".join([str(norm), *findings])
         raise UserError(
             Problem(
                 what,
                 where=str(place),
-                found=found,
+                found="; ".join([str(norm), *findings]),
                 fix="lower `train.learning_rate`, or inspect this module and the examples of the step",
                 code="non-finite",
             ),

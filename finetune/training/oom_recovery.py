@@ -86,12 +86,12 @@ class MicroBatches:
         rows = math.ceil(self.rows / self.parts)
         least = [n for n in range(1, rows) if self.rows % n == 0]  # sizes that divide a process's share
         fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
-        fix = ", or ".join([*fewer, *self.fixes][:3]) + " (`finetune plan RECIPE` shows the memory of each)"
         return UserError(
             Problem(
                 f"step {step} ran out of memory with a micro-batch size of {rows}",
                 found="; ".join(filter(None, [first_line(said), memory_use])),
-                fix=fix,
+                fix=", or ".join([*fewer, *self.fixes][:3])
+                + " (`finetune plan RECIPE` shows the memory of each)",
                 code="out-of-memory",
             ),
             code=Exit.TRAINING,

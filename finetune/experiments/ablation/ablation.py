@@ -251,14 +251,10 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
 
 
 def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
-    what, where = (
-        "NOT COMPARABLE: the folder has results of another machine or other data",
-        bench.request.folder,
-    )
     return UserError(
         Problem(
-            what,
-            where=str(where),
+            "NOT COMPARABLE: the folder has results of another machine or other data",
+            where=str(bench.request.folder),
             found=found,
             expected=expected,
             fix="choose another folder with --output",

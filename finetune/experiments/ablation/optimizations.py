@@ -188,9 +188,16 @@ def read(path: Path) -> AblationFile:
         text = strict_yaml.text_of(path, "the ablation file")
     except OSError as error:
         fix = paths.similar_files(path)
-        what, found = "finetune can't read the ablation file", error.strerror or ""
-        fix = fix or "finetune ablate RECIPE"
-        raise UserError(Problem(what, "", str(path), found, fix=fix, code="ablation-file")) from None
+        raise UserError(
+            Problem(
+                "finetune can't read the ablation file",
+                "",
+                str(path),
+                error.strerror or "",
+                fix=fix or "finetune ablate RECIPE",
+                code="ablation-file",
+            )
+        ) from None
     document = strict_yaml.parse(text, str(path))
     if not isinstance(document.value, dict) or document.problems:
         wrong = document.problems or [

@@ -119,11 +119,10 @@ def _both_runs(
 def outside_a_launch(words: list[str]) -> None:
     """Raise a UserError under a launcher (exit 2), because `finetune train` launches the compared runs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        fix = command_lines.command("check", *words)
         raise UserError(
             Problem(
                 f"{words[-1]} can't run under a launcher",
-                fix=fix,
+                fix=command_lines.command("check", *words),
                 why="it starts its own runs on all GPUs",
                 code="launch-config",
             )
@@ -225,9 +224,9 @@ def _train(words: list[str]) -> None:
 def failed(what: str, words: list[str], code: int, text: str) -> UserError:
     """Return the error of a command of finetune that failed, with the last lines that it printed."""
     head, *more = text.strip().splitlines()[-12:] or [f"exit {code}"]
-    fix = command_lines.command(*words)
     return UserError(
-        Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check"), code=Exit.of(code)
+        Problem(what, found=head, fix=command_lines.command(*words), more="\n".join(more), code="run-check"),
+        code=Exit.of(code),
     )
 
 

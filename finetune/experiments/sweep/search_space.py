@@ -224,8 +224,9 @@ def _parameter_problems(
     at, found = where[("space", key)], []
 
     def problem(what: str, part: str = "", **texts: str) -> None:
-        place = where.get(("space", key, *part.split(".")), at)
-        found.append(Problem(what, key, place, **texts, code="search-space"))
+        found.append(
+            Problem(what, key, where.get(("space", key, *part.split(".")), at), **texts, code="search-space")
+        )
 
     ranged = one.low is not None and one.high is not None
     if ranged == (one.choices is not None) or (

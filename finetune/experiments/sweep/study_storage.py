@@ -159,10 +159,9 @@ def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> Us
     """Return a database error as a UserError without the password."""
     said = redacted(first_line(error.__cause__ or error), url)
     what = "finetune can't use the storage of the study"
-    what = "the value is not a storage URL" if code == Exit.INPUT else what
     return UserError(
         Problem(
-            what,
+            "the value is not a storage URL" if code == Exit.INPUT else what,
             where="--storage",
             found=f"{shown(url)}: {said}",
             expected="sqlite:///FILE, postgresql://user@host/database, mysql+pymysql://..., journal:FILE",
