@@ -391,7 +391,9 @@ def load(
         folder, pinned = client.download(source, list(FILES), "adapter.init_from")
         source = f"{client.split(source)[0]}@{pinned}"
     check_weights(folder, source)
-    saved = PeftConfig.from_pretrained(str(folder)).to_dict()
+    misfit = f"the adapter of {source} does not fit this model"
+    with refusals(misfit):
+        saved = PeftConfig.from_pretrained(str(folder)).to_dict()
     commit = upstream_private.commit_hash(model.config)
     problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
     if (rows := _rows_of(saved)) is not None and (bare := len(set(added) - rows)):
@@ -409,7 +411,7 @@ def load(
     check_patterns(folder, model)
     if problems := saved_layout.problems(folder, names, adapter_types.find(adapter.type).peft):
         raise UserError(*problems)
-    with refusals(f"the adapter of {source} does not fit this model"):
+    with refusals(misfit):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]
     # From now on, this model is the adapter's base model.
@@ -481,6 +483,9 @@ def refusals(
         NotImplementedError,
         RuntimeError,
         AttributeError,
+        LookupError,
+        ArithmeticError,
+        AssertionError,
         re.error,  # from a pattern in the config of a saved adapter
         SafetensorError,
     ) as error:

@@ -67,7 +67,7 @@ def main(given: Sequence[str] | None = None) -> int:
         standard_streams.allow_closing()
     words = list(sys.argv[1:] if given is None else given)
     try:
-        launch_environment.check_numbers()
+        launch_environment.check_variables()
         options = parse(words)
     except UserError as error:
         return finished(" ".join(words[:1]), failed(error), as_json="--json" in words)

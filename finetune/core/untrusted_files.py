@@ -340,6 +340,15 @@ _USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # what PEFT writes int
     "trainable_token_indices": (_are_tokens, "a list of token ids"),
 }
 
+_UNREAD = (  # keys of LoRA, why finetune reads no such adapter, and what to do
+    ("megatron_config", "it needs Megatron to load", "convert the adapter to plain PEFT"),
+    (
+        "layer_replication",
+        "finetune does not copy layers",
+        "copy the layers of the base model, and train again",
+    ),
+)
+
 
 def _odd_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
     """Find values of LoRA that PEFT does not write."""
@@ -357,16 +366,17 @@ def _odd_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Probl
                 why="PEFT itself writes no such value",
                 code="adapter-files",
             )
-    if content.get("megatron_config") is not None:
-        yield Problem(
-            "finetune reads no adapter of Megatron",
-            key,
-            where=str(path),
-            found=f"megatron_config: {content['megatron_config']}"[:200],
-            fix="convert the adapter to plain PEFT",
-            why="it needs Megatron to load",
-            code="adapter-files",
-        )
+    for name, reason, instead in _UNREAD:
+        if content.get(name) is not None:
+            yield Problem(
+                "finetune does not read this kind of adapter",
+                key,
+                where=str(path),
+                found=f"{name}: {content[name]}"[:200],
+                fix=instead,
+                why=reason,
+                code="adapter-files",
+            )
 
 
 def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:

@@ -32,7 +32,11 @@ ONCE = "the backward pass would recompute in bf16, and get other tensors than th
 GONE = "another process of this launch ended or did not answer in time"
 _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
-NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_FORMS = (  # names of a launcher's variables, and their values
+    (r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_PORT|PARALLELISM_CONFIG_\w+_SIZE", r"-?\d{1,9}"),
+    (r"ACCELERATE_GRADIENT_(CLIPPING|ACCUMULATION_STEPS)", r"|auto|-?\d{1,9}(\.\d{1,9})?"),
+    (r"ACCELERATE_MIXED_PRECISION", r"|no|fp16|bf16|fp8"),
+)
 CONFIG = "accelerate config"  # the name of the launch's settings in messages
 
 
@@ -54,21 +58,25 @@ def said(name: str, default: str = "") -> str:
     return os.environ.get(name, default).strip().lower()
 
 
-def check_numbers() -> None:
-    """Refuse variables of a launcher that are not numbers, and remove them, so that errors can be printed.
+def check_variables() -> None:
+    """Refuse wrong values of a launcher's variables, and remove them, so that errors can be printed.
 
     Raises:
-        UserError: a variable is not a number (exit 3).
+        UserError: a variable is not a number, or an unknown precision (exit 3).
     """
-    given = {name: os.environ[name] for name in NUMBERS if name in os.environ}
-    wrong = {name: value for name, value in given.items() if not re.fullmatch(r"-?\d{1,9}", value)}
+    wrong = {
+        name: value
+        for name, value in os.environ.items()
+        for names, values in _FORMS
+        if re.fullmatch(names, name) and not re.fullmatch(values, value)
+    }
     for name in wrong:
         del os.environ[name]
     if wrong:
         raise UserError(
             Problem(
-                "a variable of the launcher is not a number",
-                found=", ".join(f"{name}={value!r}" for name, value in wrong.items())[:200],
+                "a variable of the launcher has a wrong value",
+                found=", ".join(f"{name}={value!r}"[:100] for name, value in wrong.items())[:200],
                 fix=f"unset {' '.join(wrong)}",
                 code="launch-config",
             ),

@@ -114,19 +114,25 @@ def check(path: Path) -> None:
 
 
 def check_one_machine(path: Path) -> None:
-    """Refuse a launch on other machines, which would connect to an address that the config names (exit 2)."""
+    """Refuse a launch on other machines, and folders for offloading, which the config may name (exit 2)."""
     given = read(path)
-    found = [key for key, local in ONE_MACHINE.items() if given.get(key) not in (None, *local)]
+    what, folder = (
+        "this launch must use only this machine",
+        "this launch must not name a folder to write into",
+    )
+    found = [(what, key) for key, local in ONE_MACHINE.items() if given.get(key) not in (None, *local)]
+    zero = given.get("deepspeed_config") or {}
+    found += [(folder, key) for key in zero if str(key).endswith("nvme_path") and zero[key] is not None]
     problems = [
         Problem(
-            "this launch must use only this machine",
+            what,
             key,
             where=str(path),
-            found=as_yaml(given[key]),
+            found=as_yaml(given.get(key, zero.get(key))),
             fix=f"remove `{key}:`",
             code=CODE,
         )
-        for key in found
+        for what, key in found
     ]
     if problems:
         raise UserError(*problems)

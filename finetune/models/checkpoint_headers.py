@@ -138,11 +138,17 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(file.read(length))
         states = _states(file, header, 8 + length)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    ends = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if ends != size:
-        raise ValueError(f"its tensors end at byte {ends:,}, the file is {size:,}")
     for name, entry in entries.items():
         _check_entry(name, entry)
+    if not all(isinstance(text, str) for text in (header.get("__metadata__") or {}).values()):
+        raise ValueError("a value of its metadata is no text")
+    end = 0
+    for start, after in sorted(entry["data_offsets"] for entry in entries.values()):
+        if start != end:
+            raise ValueError(f"its tensors overlap or have a gap at byte {8 + length + end:,}")
+        end = after
+    if 8 + length + end != size:
+        raise ValueError(f"its tensors end at byte {8 + length + end:,}, the file is {size:,}")
     return {
         name: StoredTensor(entry["dtype"], entry["shape"], states.get(name, b""))
         for name, entry in entries.items()
@@ -166,13 +172,14 @@ def _states(file: IO[bytes], header: dict[str, Any], start: int) -> dict[str, by
 
 def _check_entry(name: str, entry: dict[str, Any]) -> None:
     """Check that the shape of a tensor fits its bytes in the file (ValueError)."""
+    name.encode()  # not half of a surrogate pair
     start, end = entry["data_offsets"]
     bits, shape = _BITS.get(entry["dtype"]), entry["shape"]
     if bits is None:
         raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}"[:200])
-    if len(shape) > MOST_DIMENSIONS or not all(isinstance(size, int) and 0 <= size < 2**63 for size in shape):
+    if len(shape) > MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
         raise ValueError(f"{name} has the shape {shape}"[:200])
-    if not 0 <= start <= end or prod(shape) * bits != (end - start) * 8:
+    if not (type(start) is type(end) is int and 0 <= start <= end) or prod(shape) * bits != (end - start) * 8:
         raise ValueError(f"{name} has the shape {shape}, and {end - start:,} bytes"[:200])
 
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from safetensors import SafetensorError, safe_open
 
 from finetune.core import errors
+from finetune.models import checkpoint_headers
 from finetune.recipe import loader
 from finetune.run_folder import run_folder
 from support.paths import MODEL, QUICKSTART
@@ -510,6 +512,33 @@ def test_safetensors_with_a_lying_header_are_refused(
     ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
     assert not ended.wrong and ended.code == 2, ended
     assert "is not a safetensors file" in ended.said
+
+
+PLAIN = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        f'{{"a": {json.dumps(PLAIN)}, "b": {json.dumps(PLAIN)}}}',
+        f'{{"a": {json.dumps(PLAIN | {"data_offsets": [16, 32]})}}}',
+        f'{{"a": {json.dumps(PLAIN)}, "a": {json.dumps(PLAIN | {"data_offsets": [16, 32]})}}}',
+        f'{{"a": {json.dumps(PLAIN)}, "__metadata__": {{"format": 1}}}}',
+        f'{{"\\ud800": {json.dumps(PLAIN)}}}',
+        f'{{"a": {json.dumps(PLAIN | {"data_offsets": [0.0, 16.0]})}}}',
+        f'{{"a": {json.dumps(PLAIN | {"shape": [4, True]})}}}',
+    ],
+    ids=["overlap", "gap", "same name", "metadata", "surrogate", "decimal numbers", "a truth as a size"],
+)
+def test_header_that_the_safetensors_library_refuses_is_refused(header: str, tmp_path) -> None:
+    """`check` reads headers itself. Otherwise it would accept weights that the run can't load."""
+    path = tmp_path / "model.safetensors"
+    size = 32 if "32]" in header else 16
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(size))
+    with pytest.raises(SafetensorError):
+        safe_open(path, "np").keys()
+    with pytest.raises(errors.UserError, match="is not a safetensors file"):
+        checkpoint_headers.tensors(tmp_path)
 
 
 @pytest.mark.parametrize("length", [10**9, 2**63, 2**64 - 1])

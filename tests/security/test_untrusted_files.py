@@ -117,6 +117,7 @@ def test_export_of_an_adapter_with_a_link_to_another_file_is_refused(
         ("alpha_pattern", ["a"]),
         *(("trainable_token_indices", value) for value in (10**30, "abc", ["a"], {"a": 1})),
         ("megatron_config", {}),
+        *(("layer_replication", value) for value in ([[0, 2]], [[0, 5]], [[0, 2]] * 10_000)),
         ("base_model_name_or_path", -1),
     ],
 )
@@ -129,6 +130,17 @@ def test_adapter_s_config_with_an_odd_value_is_refused(
     for options in (["--to", "vllm", "--adapter"], ["--to", "gguf"]):
         assert main.main(["export", str(adapter), *options, "--output", str(tmp_path / "exported")]) == 2
         assert "adapter_config.json" in (said := capsys.readouterr().err) or "model.name" in said
+
+
+@pytest.mark.parametrize(("key", "value"), [("use_bdlora", True), ("layers_pattern", "layers")])
+def test_adapter_s_config_that_peft_refuses_ends_training_with_a_message(
+    key: str, value: Any, trained, train, tmp_path, capsys
+) -> None:
+    adapter = shutil.copytree(trained().adapter, tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {key: value}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    train(f"adapter.init_from={adapter}", f"model.name={config['base_model_name_or_path']}", code=2)
+    assert "does not fit this model" in capsys.readouterr().err
 
 
 def _no_merges(content: dict[str, Any]) -> None:

@@ -410,9 +410,12 @@ def test_a_full_disk_is_one_message(capsys) -> None:
         main.guarded(fills, argparse.Namespace(debug=True))
 
 
-@pytest.mark.parametrize("name", ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-def test_a_launcher_variable_that_is_not_a_number_is_one_message(name: str, capsys, monkeypatch) -> None:
-    for value in ("x", "", "1.5", "9" * 5000):
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE", "ACCELERATE_GRADIENT_CLIPPING")
+
+
+@pytest.mark.parametrize("name", (*LAUNCHED, "ACCELERATE_MIXED_PRECISION"))
+def test_a_launcher_variable_with_a_wrong_value_is_one_message(name: str, capsys, monkeypatch) -> None:
+    for value in ("x", "1.5.0", "bf16\n", "9" * 5000):
         monkeypatch.setenv(name, value)
         assert main.main(["explain", "--json"]) == 3
         shown = capsys.readouterr()

@@ -121,20 +121,29 @@ def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
 
 
 @pytest.mark.parametrize(
-    "line", ["num_machines: 2", "main_process_ip: 192.0.2.1", "mpirun_config: {mpirun_hostfile: hosts}"]
+    ("line", "said"),
+    [
+        ("num_machines: 2", "this launch must use only this machine"),
+        ("main_process_ip: 192.0.2.1", "this launch must use only this machine"),
+        ("mpirun_config: {mpirun_hostfile: hosts}", "this launch must use only this machine"),
+        ("deepspeed_config: {offload_param_nvme_path: /home}", "must not name a folder to write into"),
+        ("deepspeed_config: {offload_optimizer_nvme_path: /home}", "must not name a folder to write into"),
+    ],
 )
-def test_an_accelerate_config_of_an_ablation_that_leads_to_other_machines_is_refused(
-    line: str, tmp_path, monkeypatch, capsys
+def test_an_accelerate_config_of_an_ablation_that_leads_out_of_this_machine_or_folder_is_refused(
+    line: str, said: str, tmp_path, monkeypatch, capsys
 ) -> None:
     """A stranger's file of optimizations can name a config of the stranger."""
+    monkeypatch.setattr("finetune.launch.accelerate_config._missing_package", lambda *_: None)
     config, file = tmp_path / "launch.yaml", tmp_path / "ablation.yaml"
     alone = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\n"
-    config.write_text(alone + line)
+    kind = alone.replace("MULTI_CPU", "DEEPSPEED") if "deepspeed" in line else alone
+    config.write_text(kind + line)
     file.write_text(f"measure: {{accelerate: {config}}}\nbaseline: {{}}\noptimizations: []\n")
     monkeypatch.setattr("finetune.experiments.runner.measured_run.make", lambda *_, **__: pytest.fail("ran"))
     words = ["ablate", str(QUICKSTART), "--optimizations", str(file), "--output", str(tmp_path / "out")]
     assert main.main(words) == 2
-    assert "this launch must use only this machine" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
     config.write_text(f"{alone}num_machines: 1\nmain_process_ip: localhost\n")
     optimizations.check_configs(optimizations.read(file))
 
