@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.errors import Problem, UserError, first_line, nearest
 
 MOST_GPUS = 1_000_000
 
@@ -92,16 +92,16 @@ def check_gpus(gpus: int | None) -> None:
 
 
 def check_device(device: str | None) -> None:
-    """Refuse a text that torch does not know as a device (exit 2)."""
+    """Refuse a text that names no device of this machine (exit 2)."""
     import torch
 
     try:
-        torch.device(device or "cpu")
-    except RuntimeError:
+        torch.empty(0, device=device or "cpu")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
             Problem(
-                "the argument `device` names no device of torch",
-                found=repr(device)[:200],
+                "the argument `device` names no device of this machine",
+                found=f"{device!r}: {first_line(error)}"[:200],
                 expected='"cpu", "cuda" or "cuda:1"',
                 code="value-choice",
             )

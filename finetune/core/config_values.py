@@ -107,8 +107,10 @@ def _other_type(name: str, value: object) -> str:
         return "a number"
     if name == "model_type" and not isinstance(value, str):
         return "a string"
-    if name.endswith("_token_id") and isinstance(value, list) and len(value) > MOST_TOKENS:
-        return f"at most {MOST_TOKENS:,} ids"
+    if name.endswith("_token_id"):
+        ids = value if isinstance(value, list) else [value]
+        if len(ids) > MOST_TOKENS or not all(type(one) is int for one in ids):
+            return f"an integer, or a list of at most {MOST_TOKENS:,} integers"
     if name in _SECTIONS and not isinstance(value, dict):
         return "an object"
     is_names = isinstance(value, list) and all(isinstance(one, str) for one in value)

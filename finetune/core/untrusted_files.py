@@ -341,6 +341,11 @@ _USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # what PEFT writes int
 }
 
 _UNREAD = (  # keys of LoRA, why finetune reads no such adapter, and what to do
+    (
+        "alora_invocation_tokens",
+        "finetune activates no adapter by tokens of the prompt",
+        "train a plain LoRA",
+    ),
     ("megatron_config", "it needs Megatron to load", "convert the adapter to plain PEFT"),
     (
         "layer_replication",

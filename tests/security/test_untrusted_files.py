@@ -43,9 +43,10 @@ def test_an_index_names_files_of_its_folder(name: Any, weightless, capsys) -> No
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_config_with_too_many_values_is_refused(name: str, weightless, capsys) -> None:
     """A million stop tokens or labels made `plan` and `train` slow."""
-    content = json.loads((weightless / name).read_text()) | {"eos_token_id": [1] * 1001}
-    (weightless / name).write_text(json.dumps(content))
-    refused(weightless, capsys, says=("eos_token_id", "at most 1,000 ids"))
+    content = json.loads((weightless / name).read_text())
+    for key, value in (("eos_token_id", [1] * 1001), ("eos_token_id", [[2]]), ("pad_token_id", "x")):
+        (weightless / name).write_text(json.dumps(content | {key: value}))
+        refused(weightless, capsys, says=(key, "a list of at most 1,000 integers"))
     (weightless / name).write_text(
         json.dumps(content | {"eos_token_id": 1, "id2label": dict.fromkeys(range(30_000))})
     )
@@ -117,6 +118,7 @@ def test_export_of_an_adapter_with_a_link_to_another_file_is_refused(
         ("alpha_pattern", ["a"]),
         *(("trainable_token_indices", value) for value in (10**30, "abc", ["a"], {"a": 1})),
         ("megatron_config", {}),
+        *(("alora_invocation_tokens", value) for value in ("x", [1, 2])),
         *(("layer_replication", value) for value in ([[0, 2]], [[0, 5]], [[0, 2]] * 10_000)),
         ("base_model_name_or_path", -1),
     ],

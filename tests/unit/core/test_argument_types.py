@@ -109,6 +109,12 @@ CHOICES: dict[str, Callable[[Any], object]] = {
 }
 
 
+def test_device_that_this_machine_does_not_have_is_an_error_of_the_user() -> None:
+    for device in ("cuda:99", "mps", "xpu:7"):
+        with pytest.raises(UserError, match="no device of this machine"):
+            finetune.load_model(MODEL, device=device)
+
+
 @pytest.mark.parametrize("name", CHOICES)
 def test_unknown_choices_are_errors_of_the_user(name: str) -> None:
     for value in ("", "x" * 1000, "a\nerror: forged", "\0"):
@@ -153,3 +159,12 @@ def test_commands_refuse_such_a_number_too(command: list[str], capsys: Any) -> N
         code = stopped.code
     assert code == 2
     assert "an integer from 1 to 1,000,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", [finetune.check, finetune.plan, finetune.train])
+def test_recipe_that_was_not_read_from_a_file_is_an_error_of_the_user(call: Callable[..., object]) -> None:
+    """Its values were not checked."""
+    values = {"model": {"name": str(MODEL)}, "data": {"name": "a.jsonl"}, "adapter": {"type": "lora"}}
+    with pytest.raises(UserError, match="not read from a file") as raised:
+        call(finetune.Recipe.model_validate(values))
+    assert raised.value.code == Exit.INPUT
