@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core.shipped_files import SCHEMA
-from finetune.recipe.adapter_keys import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS
-from finetune.recipe.build import json_schema
+from finetune.recipe.build import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS, json_schema
 from finetune.recipe.schema import Train
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "recipe.md"

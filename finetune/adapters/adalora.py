@@ -118,9 +118,9 @@ def allocate(
     last = config.total_step - config.tfinal
     if step > last:
         if not masks:
-            pattern = _pattern(allocator, named)
             masks |= {
-                n: ~torch.tensor(flags, device=named[n].device)[:, None] for n, flags in pattern.items()
+                name: ~torch.tensor(flags, device=named[name].device)[:, None]
+                for name, flags in _pattern(allocator, named).items()
             }
         with torch.no_grad():
             for name, mask in masks.items():

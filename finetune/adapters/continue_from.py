@@ -51,8 +51,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
         return [note if is_pinned else f"{note}. It can change: {repo}@<commit> pins it"]
     check_weights(folder, adapter.source)
     saved = untrusted_files.read_object(folder / "adapter_config.json", "adapter.init_from")
-    problems = _source_problems(saved, adapter, base, revision)
-    if problems:
+    if problems := _source_problems(saved, adapter, base, revision):
         raise UserError(*problems)
     return []
 
@@ -84,16 +83,12 @@ def _source_folder(source: str) -> Path | None:
     path = Path(source)
     if not path.exists():
         if local_path(source):
-            what, found = (
-                f"the path {source} does not exist",
-                f"looked in {Path.cwd()} and the recipe's folder",
-            )
             near = similar_files(path)
             raise UserError(
                 Problem(
-                    what,
+                    f"the path {source} does not exist",
                     INIT_FROM,
-                    found=found,
+                    found=f"looked in {Path.cwd()} and the recipe's folder",
                     fix=f"init_from: {near}" if near else "name a run folder, such as runs/quickstart",
                     code="adapter-files",
                 )
@@ -267,10 +262,17 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
             )
         )
     if needed != have:
-        what, fix = "the saved adapter has trained other new tokens", "remove `add_tokens`"
-        fix = f"model.add_tokens: {json.dumps(sorted(needed, key=needed.__getitem__))}" if needed else fix
-        expected, said = (str(tokens or "none") for tokens in (needed, have))
-        raise UserError(Problem(what, "model.add_tokens", "", said, expected, fix, code="adapter-files"))
+        tokens = json.dumps(sorted(needed, key=needed.__getitem__))
+        raise UserError(
+            Problem(
+                "the saved adapter has trained other new tokens",
+                "model.add_tokens",
+                found=str(have or "none"),
+                expected=str(needed or "none"),
+                fix=f"model.add_tokens: {tokens}" if needed else "remove `add_tokens`",
+                code="adapter-files",
+            )
+        )
     _check_rows(trained, whole, max([rows, *(place + 1 for place in have.values())]))
     if not lacking or needed:
         return []
@@ -316,14 +318,13 @@ def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
 def _source_file(source: str, name: str) -> Any:
     """Return the content of a JSON file of a saved adapter; `None` if it is missing or damaged."""
     with contextlib.suppress(UserError, OSError, ValueError):
-        folder = _source_folder(source)
-        if folder is None:
-            repo, revision = client.split(source)
-            path = untrusted_files.from_hub(repo, revision or "main", name)
-        else:
+        if folder := _source_folder(source):
             path = folder / name
-        if path and Path(path).is_file():
-            return regular_files.read_json(Path(str(path)), "adapter.init_from")
+        else:
+            repo, revision = client.split(source)
+            path = Path(untrusted_files.from_hub(repo, revision or "main", name) or "")
+        if path.is_file():
+            return regular_files.read_json(path, "adapter.init_from")
     return None
 
 

@@ -87,11 +87,11 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
         listed["target_modules"] = _targets(plain, picked, list(untrained), names)
     if peft != "lora" or targets is None or not stacks:
         return Resolved(listed, picked, untrained=untrained)
-    rewritten = _rewritten(names)
+    in_both_layouts = rewritten(names)
     routers = [] if targets in (target_modules.EVERYTHING, WITH_EXPERTS) else _routers(picked, names)
-    skipped = [one for one in picked if module_names.short(one) in rewritten and one not in routers]
+    skipped = [one for one in picked if module_names.short(one) in in_both_layouts and one not in routers]
     experts, half = _experts(plain, stacks, every)
-    changes = bool(experts or routers or skipped or every or (rewritten and isinstance(targets, str)))
+    changes = bool(experts or routers or skipped or every or (in_both_layouts and isinstance(targets, str)))
     if not changes:
         return Resolved(listed, picked, half=half, untrained=untrained)
     modules = [one for one in picked if one not in {*routers, *skipped}]
@@ -111,12 +111,8 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
     return Resolved(resolved, modules, tuple(named), tuple(skipped), half, untrained)
 
 
-def is_rewritten(names: Names) -> bool:
-    """Return whether PEFT knows both layouts of this family's experts."""
-    return bool(_rewritten(names))
-
-
-def _rewritten(names: Names) -> frozenset[str]:
+def rewritten(names: Names) -> frozenset[str]:
+    """Return the layers of which PEFT knows both layouts of this family's experts."""
     return _REWRITTEN.get(upstream_options.moe_patterns().get(names.family, ""), frozenset())
 
 

@@ -20,7 +20,7 @@ from finetune.recipe.adapter_rules import coded
 from finetune.recipe.adapter_types import REBASING_INITS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -409,46 +409,42 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
 
 def _heads_and_embeddings(
     options: Mapping[str, Any], names: Names, peft: str, picked: list[str]
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Find adapters on the head or on embeddings that training or saving does not support."""
-    problems = list[Problem]()
     if names.head and names.head in picked:
         head = short(names.head)
         saved = dict.fromkeys([*(options.get("modules_to_save") or ()), head])
         fix = f"modules_to_save: [{', '.join(saved)}]"
-        fix = fix if len(picked) > 1 else f"target_modules: all-linear and {fix}"
-        problems.append(
-            Problem(
-                ON_HEAD, "adapter.target_modules", found=head, fix=fix, why=HEAD_WEIGHT, code="no-gradient"
-            )
+        yield Problem(
+            ON_HEAD,
+            "adapter.target_modules",
+            found=head,
+            fix=fix if len(picked) > 1 else f"target_modules: all-linear and {fix}",
+            why=HEAD_WEIGHT,
+            code="no-gradient",
         )
     elif names.tied and names.embedding in picked and _ties_head(options):
-        problems.append(
-            Problem(
-                "`ensure_weight_tying` puts the adapter of the embeddings on the output head too",
-                "adapter.ensure_weight_tying",
-                found=f"target_modules with {short(names.embedding)}",
-                fix="remove `ensure_weight_tying`",
-                why=HEAD_WEIGHT,
-                code="no-gradient",
-            )
+        yield Problem(
+            "`ensure_weight_tying` puts the adapter of the embeddings on the output head too",
+            "adapter.ensure_weight_tying",
+            found=f"target_modules with {short(names.embedding)}",
+            fix="remove `ensure_weight_tying`",
+            why=HEAD_WEIGHT,
+            code="no-gradient",
         )
     if peft == "trainable_tokens" and names.tied and names.embedding in picked:
-        problems.append(adapter_on_head(peft, options.get("token_indices")))
+        yield adapter_on_head(peft, options.get("token_indices"))
     init = str(options.get("init_lora_weights"))
     rows = [name for name in picked if names.kinds[name] == "Embedding"]
     if init.startswith(REBASING_INITS) and rows:
-        problems.append(
-            Problem(
-                f"{init} excludes an adapter on the embeddings",
-                "adapter.target_modules",
-                found=", ".join(rows),
-                fix="init_lora_weights: true",
-                why="finetune saves it as the difference of two LoRA adapters",
-                code="recipe-conflict",
-            )
+        yield Problem(
+            f"{init} excludes an adapter on the embeddings",
+            "adapter.target_modules",
+            found=", ".join(rows),
+            fix="init_lora_weights: true",
+            why="finetune saves it as the difference of two LoRA adapters",
+            code="recipe-conflict",
         )
-    return problems
 
 
 def _ties_head(options: Mapping[str, Any]) -> bool:
@@ -497,18 +493,16 @@ def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
+def _saved(options: Mapping[str, Any], names: Names) -> Iterator[Problem]:
     """Return problems of names in `modules_to_save` that the model does not have."""
-    problems = list[Problem]()
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
             lost = unmatched([target], names.modules, "modules_to_save")
             fix = _with_name("modules_to_save", options["modules_to_save"], target, _end_of(target, names))
-            problems += [
+            yield from (
                 replace(problem, key=f"adapter.modules_to_save.{index}", fix=fix or problem.fix)
                 for problem in lost
-            ]
-    return problems
+            )
 
 
 def _end_of(target: str, names: Names) -> str:
@@ -518,31 +512,26 @@ def _end_of(target: str, names: Names) -> str:
     return short(names.head) if target in ("lm_head", "embed_out", "output", "head") else ""
 
 
-def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
+def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> Iterator[Problem]:
     """Return problems of token ids outside of the vocabulary, and of modules that hold no embeddings."""
-    problems = list[Problem]()
     rows = names.shapes.get(f"{names.embedding}.weight", (0,))[0]
     if peft == "trainable_tokens" and not options.get("token_indices"):
-        problems.append(
-            Problem(
-                "the list of tokens to train is empty",
-                "adapter.token_indices",
-                fix="token_indices: [0]",
-                code="missing-key",
-            )
+        yield Problem(
+            "the list of tokens to train is empty",
+            "adapter.token_indices",
+            fix="token_indices: [0]",
+            code="missing-key",
         )
     for key in ("trainable_token_indices", "token_indices"):
         token_ids = options.get(key) or ()
         for target in (
             (one for one, ids in token_ids.items() if not ids) if isinstance(token_ids, dict) else ()
         ):
-            problems.append(
-                Problem(
-                    "the list of tokens to train is empty",
-                    f"adapter.{key}.{target}",
-                    fix=f"remove `{target}`",
-                    code="missing-key",
-                )
+            yield Problem(
+                "the list of tokens to train is empty",
+                f"adapter.{key}.{target}",
+                fix=f"remove `{target}`",
+                code="missing-key",
             )
         tokens = (
             [token for ids in token_ids.values() for token in ids]
@@ -551,15 +540,13 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
         )
         beyond = [token for token in tokens if not 0 <= token < rows]
         if beyond:
-            problems.append(
-                Problem(
-                    "the model has no token with this id",
-                    f"adapter.{key}",
-                    found=", ".join(map(str, beyond)),
-                    expected=f"0 to {rows - 1}",
-                    fix=f"use ids from 0 to {rows - 1}",
-                    code="token-limit",
-                )
+            yield Problem(
+                "the model has no token with this id",
+                f"adapter.{key}",
+                found=", ".join(map(str, beyond)),
+                expected=f"0 to {rows - 1}",
+                fix=f"use ids from 0 to {rows - 1}",
+                code="token-limit",
             )
         holders = [name for name in (names.embedding, names.head) if name]
         for target in token_ids if isinstance(token_ids, dict) else ():
@@ -567,11 +554,10 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
                 lost = unmatched([target], holders, key)
                 near = _end_of(target, names) or nearest(target, [*map(short, holders)])
                 fix = f"rename it to `{near}`" if near else ""
-                problems += [replace(problem, key=f"adapter.{key}.{target}", fix=fix) for problem in lost]
-    return problems
+                yield from (replace(problem, key=f"adapter.{key}.{target}", fix=fix) for problem in lost)
 
 
-def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
+def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> Iterator[Problem]:
     """Return problems of keys without a match, and of keys that give one module different values.
 
     A key is a regular expression for the end of a name (PEFT's `get_pattern_key`). PEFT takes the first key
@@ -582,7 +568,6 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
     # Compile each pattern once, because the cache of `re` holds only 512 patterns.
     ends = {one: re.compile(rf"(.*\.)?({one})$") for one in pattern}
     hits = {name: [one for one, end in ends.items() if end.match(name)] for name in names}
-    problems = list[Problem]()
     used = {one for matching in hits.values() for one in matching}
     for lost in (one for one in pattern if one not in used):
         problem = Problem(
@@ -592,29 +577,26 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
             code="target-modules",
         )
         near = _unless_usual(nearest(lost, available), problem)
-        problems.append(replace(problem, fix=f"rename it to `{near}`" if near else f"remove `{lost}`"))
+        yield replace(problem, fix=f"rename it to `{near}`" if near else f"remove `{lost}`")
     twice = {(them[0], min(them)): name for name, them in hits.items() if them}
     for (first, saved), name in twice.items():
         if pattern[first] == pattern[saved]:
             continue
         depth = len(saved) - len(saved.lstrip("(")) + 1  # "(" sorts before the characters of names
         early = "(" * depth + first + ")" * depth
-        problems.append(
-            Problem(
-                f'"{first}" and "{saved}" match the same module',
-                f"adapter.{key}",
-                found=name,
-                fix=f'"{early}" in place of "{first}", which stays the first',
-                why="PEFT uses the first one and sorts them",
-                code="target-modules",
-            )
+        yield Problem(
+            f'"{first}" and "{saved}" match the same module',
+            f"adapter.{key}",
+            found=name,
+            fix=f'"{early}" in place of "{first}", which stays the first',
+            why="PEFT uses the first one and sorts them",
+            code="target-modules",
         )
-    return problems
 
 
-def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> list[Problem]:
+def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> Iterator[Problem]:
     """Return problems of `target_parameters` (peft 0.21.2, tuners/lora/layer.py, ParamWrapper)."""
-    targets, problems = options.get("target_parameters") or (), list[Problem]()
+    targets = options.get("target_parameters") or ()
     # Three parts, such as `mlp.experts.down_proj`, because several parameters may have the same last two
     weights = [name for name, shape in names.shapes.items() if "." in name and len(shape) in (2, 3)]
     available = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in weights))
@@ -624,53 +606,45 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
         sizes = {len(names.shapes[name]) for name in matched}
         holders = {name.rpartition(".")[0] for name in matched}
         if not matched:
-            problems.append(
-                Problem(
-                    f'"{target}" matches no parameter of this model',
-                    key,
-                    found=f"the parameters {', '.join(_expert_parameters(names) or available)}",
-                    fix=_with_name(
-                        "target_parameters",
-                        targets,
-                        target,
-                        nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"}),
-                    ),
-                    code="target-modules",
-                )
+            yield Problem(
+                f'"{target}" matches no parameter of this model',
+                key,
+                found=f"the parameters {', '.join(_expert_parameters(names) or available)}",
+                fix=_with_name(
+                    "target_parameters",
+                    targets,
+                    target,
+                    nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"}),
+                ),
+                code="target-modules",
             )
         elif sizes - {2, 3}:
-            problems.append(
-                Problem(
-                    f'"{target}" matches a parameter with {min(sizes)} dimension',
-                    key,
-                    found=matched[0],
-                    expected="a weight of a linear layer or of experts, with 2 or 3 dimensions",
-                    fix=f"remove {target} from the list",
-                    code="target-modules",
-                )
+            yield Problem(
+                f'"{target}" matches a parameter with {min(sizes)} dimension',
+                key,
+                found=matched[0],
+                expected="a weight of a linear layer or of experts, with 2 or 3 dimensions",
+                fix=f"remove {target} from the list",
+                code="target-modules",
             )
         elif holders & set(picked):
-            problems.append(
-                Problem(
-                    f'`target_modules` adapts the module of "{target}" already',
-                    key,
-                    found=matched[0],
-                    fix=f"remove {target} from target_parameters",
-                    code="target-modules",
-                )
+            yield Problem(
+                f'`target_modules` adapts the module of "{target}" already',
+                key,
+                found=matched[0],
+                fix=f"remove {target} from target_parameters",
+                code="target-modules",
             )
         elif names.head in holders:
-            problems.append(
-                Problem(
-                    ON_HEAD,
-                    key,
-                    found=target,
-                    fix=f"remove it, and set modules_to_save: [{short(names.head)}]",
-                    why=HEAD_WEIGHT,
-                    code="no-gradient",
-                )
+            yield Problem(
+                ON_HEAD,
+                key,
+                found=target,
+                fix=f"remove it, and set modules_to_save: [{short(names.head)}]",
+                why=HEAD_WEIGHT,
+                code="no-gradient",
             )
-    return problems + _unlike_lora(options, bool(targets), "adapter.target_parameters")
+    yield from _unlike_lora(options, bool(targets), "adapter.target_parameters")
 
 
 def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list[Problem]:

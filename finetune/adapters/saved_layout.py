@@ -25,8 +25,7 @@ def problems(folder: Path, names: Names, peft: str) -> list[Problem]:
     apart = sorted(name for name in tensors if re.search(r"\.experts\.\d+\.", name))
     together = sorted(name for name in tensors if re.search(r"\.experts(\.base_layer)?$", name))
     stacked, listed = expert_targets.stacked(names), any(".experts.0." in name for name in names.linear)
-    converts = peft == "lora" and expert_targets.is_rewritten(names)
-    texts = {"fix": MERGED, "code": "adapter-files"}
+    converts = peft == "lora" and bool(expert_targets.rewritten(names))
     if apart and stacked and not converts:
         return [
             Problem(
@@ -34,7 +33,8 @@ def problems(folder: Path, names: Names, peft: str) -> list[Problem]:
                 INIT_FROM,
                 found=f"{len(apart)} modules, such as {apart[0]}",
                 why="PEFT can't convert them for this family",
-                **texts,
+                fix=MERGED,
+                code="adapter-files",
             )
         ]
     if together and listed and not stacked:
@@ -44,7 +44,8 @@ def problems(folder: Path, names: Names, peft: str) -> list[Problem]:
                 INIT_FROM,
                 found=f"{len(together)} modules, such as {together[0]}",
                 why="PEFT can't split them",
-                **texts,
+                fix=MERGED,
+                code="adapter-files",
             )
         ]
     reasons = untrainable_layers.reasons(names, peft)

@@ -126,7 +126,19 @@ def compare(
     then, today = ({**one["recipe"], **one["facts"]} for one in (saved, now))
     unknown = [key for key in TOKEN_IDS if key in today and key not in then]
     if unknown and today.get("data.validation_fraction") is not None:
-        raise _unknown_split(then, path)
+        raise UserError(
+            Problem(
+                "finetune can't verify the validation set, because an older version started the run",
+                "data.validation_fraction",
+                where=str(path),
+                found="no hash",
+                expected="a hash of the token ids of both sets in the checkpoint",
+                fix=f"install that version ({_versions(then)}), {ANEW}",
+                why="training examples could be in the validation set",
+                code="resume-mismatch",
+            ),
+            code=Exit.ARTIFACT,
+        )
     chosen = saved["chosen"]
     differing = [
         (key, then.get(key), today.get(key))
@@ -169,23 +181,6 @@ def compare(
             for key, was, value in differing
         ],
     ]
-
-
-def _unknown_split(then: dict[str, Any], path: Path) -> UserError:
-    """Return the error of a run that may have trained on examples of today's validation set."""
-    return UserError(
-        Problem(
-            "finetune can't verify the validation set, because an older version started the run",
-            "data.validation_fraction",
-            where=str(path),
-            found="no hash",
-            expected="a hash of the token ids of both sets in the checkpoint",
-            fix=f"install that version ({_versions(then)}), {ANEW}",
-            why="training examples could be in the validation set",
-            code="resume-mismatch",
-        ),
-        code=Exit.ARTIFACT,
-    )
 
 
 def _versions(facts: dict[str, Any]) -> str:

@@ -78,7 +78,8 @@ def save(trainer: Trainer) -> None:
     live = sum(p.nbytes for p in _weights(trainer).values())
     here = not split and 3 * live > available() / 2  # weights and two moments
     content: dict[str, Any] = {
-        "trainer_state.json": _trainer_state(trainer),
+        # without its log, because metrics.jsonl holds the log
+        "trainer_state.json": {**dataclasses.asdict(trainer.state), "log_history": []},
         checkpoints.CONTRACT: trainer.contract,
     }
     content |= {"ranks.safetensors": all_tensors} if all_tensors else {}
@@ -298,10 +299,6 @@ def _set_scaler(trainer: Trainer, saved: object) -> None:
         trainer.accelerator.scaler.load_state_dict(saved)
 
 
-def _callbacks(trainer: Trainer) -> dict[str, Any]:
-    return {name: callback.state_dict() for name, callback in trainer.in_checkpoints.items()}
-
-
 def _set_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
     for name, callback in trainer.in_checkpoints.items():
         if name in saved:  # a checkpoint of an older version may lack it: the callback then starts new
@@ -317,7 +314,10 @@ PARTS: dict[str, tuple[Any, Any]] = {  # name -> (save from the trainer, restore
         lambda trainer, kept: trainer.lr_scheduler.load_state_dict(kept),
     ),
     "scaler": (_scaler, _set_scaler),
-    "callbacks": (_callbacks, _set_callbacks),
+    "callbacks": (
+        lambda trainer: {name: each.state_dict() for name, each in trainer.in_checkpoints.items()},
+        _set_callbacks,
+    ),
     "rng": (lambda trainer: random_state(), lambda trainer, kept: set_random_state(kept)),
     # The generators at the start of the epoch, from which the sampler draws the order of the rows.
     "epoch_rng": (lambda trainer: trainer.epoch_rng, lambda trainer, kept: set_random_state(kept)),
@@ -327,11 +327,6 @@ PARTS: dict[str, tuple[Any, Any]] = {  # name -> (save from the trainer, restore
         lambda trainer, kept: trainer.restore_batches(kept),
     ),
 }
-
-
-def _trainer_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the Trainer's own state without its log, because metrics.jsonl holds the log."""
-    return {**dataclasses.asdict(trainer.state), "log_history": []}
 
 
 def _as_it_is(places: set[int], tensor: torch.Tensor) -> torch.Tensor:

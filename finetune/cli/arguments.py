@@ -116,21 +116,32 @@ def check_read(command: str, overrides: list[str]) -> None:
     other = [
         text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
     ]
-    what, fix, code = f"`{command}` does not use this key", "remove the override", "command-line"
-    texts = {
-        "expected": f"keys of {', '.join(read)}",
-        "fix": fix,
-        "why": "it was used in training, and the run is finished",
-        "code": code,
-    }
+    what, fix = f"`{command}` does not use this key", "remove the override"
     if other:
         raise UserError(
-            *(Problem(what, text.partition("=")[0], f"override {text!r}", **texts) for text in other)
+            *(
+                Problem(
+                    what,
+                    text.partition("=")[0],
+                    f"override {text!r}",
+                    expected=f"keys of {', '.join(read)}",
+                    fix=fix,
+                    why="it was used in training, and the run is finished",
+                    code="command-line",
+                )
+                for text in other
+            )
         )
     key = "data.chat_template"
     if command != "publish" and any(text.partition("=")[0] == key for text in overrides):
         raise UserError(
-            Problem(what, key, fix=fix, why="the tokenizer of the run contains its chat template", code=code)
+            Problem(
+                what,
+                key,
+                fix=fix,
+                why="the tokenizer of the run contains its chat template",
+                code="command-line",
+            )
         )
 
 

@@ -47,12 +47,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    from finetune.experiments.sweep import study, sweep_request
+    from finetune.experiments.sweep import search_space_checks, study
 
     url = options.storage or os.environ.get(URL) or f"sqlite:///{folder.resolve()}/study.db"
     seconds = options.hours * 3600 if options.hours is not None else None
     limits = options.trials, seconds
-    request = sweep_request.SweepRequest(
+    request = search_space_checks.SweepRequest(
         options.recipe,
         options.overrides,
         Path(path),

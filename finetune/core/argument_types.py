@@ -32,7 +32,13 @@ def check_types(**given: tuple[object, tuple[type, ...]]) -> None:
     if problems:
         raise UserError(*problems)
     problems = [
-        _no_path(name, value)
+        Problem(
+            f"the argument `{name}` can't be a path",
+            found=repr(str(value))[:200],
+            fix="correct the path",
+            why="a path has no NUL and no half of a surrogate pair",
+            code="path",
+        )
         for name, (value, types) in given.items()
         if Path in types and isinstance(value, str | Path) and not _can_be_encoded(str(value))
     ]
@@ -135,16 +141,6 @@ def _wrong(name: str, value: Any, expected: str) -> Problem:
         expected=expected,
         fix=f"pass {expected}",
         code="value-type",
-    )
-
-
-def _no_path(name: str, value: str | Path) -> Problem:
-    return Problem(
-        f"the argument `{name}` can't be a path",
-        found=repr(str(value))[:200],
-        fix="correct the path",
-        why="a path has no NUL and no half of a surrogate pair",
-        code="path",
     )
 
 

@@ -52,17 +52,12 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
     """Keys of a config whose value has another type, or is a size that is negative, zero or too large."""
     for name, value in entries:
         if isinstance(value, dict) and len(value) > MOST_KEYS:
-            what, found, expected = (
-                "an object of the model's config has too many keys",
-                f"{name}: {len(value):,} keys",
-                f"at most {MOST_KEYS:,}",
-            )
             yield Problem(
-                what,
+                "an object of the model's config has too many keys",
                 key,
                 where=path,
-                found=found,
-                expected=expected,
+                found=f"{name}: {len(value):,} keys",
+                expected=f"at most {MOST_KEYS:,}",
                 fix="remove the keys that the model does not need",
                 code="model-config",
             )
@@ -86,13 +81,12 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
             continue
         least = int(name in _POSITIVE)
         if not least <= value <= most:
-            what, expected = "the model's config has a size that no model has", f"from {least:,} to {most:,}"
             yield Problem(
-                what,
+                "the model's config has a size that no model has",
                 key,
                 where=path,
                 found=f"{name}: {value}"[:200],
-                expected=expected,
+                expected=f"from {least:,} to {most:,}",
                 fix=FIX,
                 why="such a size fills the memory, or is a typing error",
                 code="model-config",

@@ -11,22 +11,30 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from finetune.core import progress, safe_files, terminal_tables, upstream_private
+from finetune.core import progress, safe_files, upstream_private
 from finetune.core.formatting import duration, labelled
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
 from finetune.core.visible_text import continued, visible
 
 PLAIN_WIDTH = WIDE = 120
 PLAIN_LINES = 20  # approximate number of progress lines of a run without a terminal
+
+
+GAP = 2  # characters between two columns
+FOLDED = 30  # a longer word is a path or a recipe key, and may be folded
+INDENT = 2
 
 
 class LibraryRecords(logging.Formatter):
@@ -83,9 +91,9 @@ class Console:
         shown = range(len(columns)) if self.console.width >= WIDE else narrow
         if not self.console.quiet:
             narrowed = [[line[i] for i in shown] for line in (names, *cells)]
-            self.console.print(terminal_tables.render(narrowed[0], narrowed[1:], self.console.width))
+            self.console.print(render_table(narrowed[0], narrowed[1:], self.console.width))
         if self._log:
-            self._log.print(terminal_tables.render(names, cells, self._log.width))
+            self._log.print(render_table(names, cells, self._log.width))
 
     def log(self, *lines: str) -> None:
         """Write lines into log.txt only."""
@@ -190,3 +198,51 @@ def quieten_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_tqdm_hook(progress.library_bar)
     datasets.disable_progress_bars()
+
+
+def render_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table | Group:
+    """Return a table of at most `width` characters, or a list of its rows if the columns do not fit."""
+    lines = [list(columns), *map(list, rows)]
+    natural = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    words = [max(map(_longest_word, column)) for column in zip(*lines, strict=True)]
+    room = width - GAP * (len(columns) - 1)
+    for least in ([natural[0], *words[1:]], words):  # the first column wraps last
+        if sum(least) <= room:
+            return _table(columns, rows, _widths(natural, least, room))
+    if len(columns) <= 2:  # a very narrow terminal
+        return _table(columns, rows, _widths(natural, [min(word, room // 2) for word in words], room))
+    return Group(*_as_list(columns, rows, width))
+
+
+def _longest_word(text: str) -> int:
+    return min(FOLDED, max(map(cell_len, text.split()), default=0))
+
+
+def _widths(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Return the width of each column, at least `least`. Columns that need few characters grow first."""
+    needs = [most - few for most, few in zip(natural, least, strict=True)]
+    free, given = room - sum(least), list(least)
+    by_need = sorted(range(len(needs)), key=needs.__getitem__)
+    for place, index in enumerate(by_need):
+        grown = min(needs[index], free // (len(by_need) - place))
+        given[index] += grown
+        free -= grown
+    return given
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=any(columns))
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(Text(column), overflow="fold", header_style="dim", width=width)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _as_list(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Text | Padding]:
+    """Yield each row as its first cell, and below it a line for each other cell with its column's name."""
+    for first, *cells in rows:
+        yield Text(first, overflow="fold")
+        named = [(name, cell) for name, cell in zip(columns[1:], cells, strict=True) if cell]
+        if named:
+            yield Padding(render_table(("", ""), named, width - INDENT), (0, 0, 0, INDENT))

@@ -80,7 +80,7 @@ def open_append(root: Path, name: str) -> IO[str]:
     """
     with _open_parent(root, name) as (parent, leaf):
         _refuse_link(parent, leaf, root / name)
-        if _has_other_names(parent, leaf):
+        if (status := _status(parent, leaf)) and status.st_nlink > 1:
             write_bytes(root, name, read_bytes(root, name))
         descriptor = os.open(leaf, os.O_RDWR | os.O_APPEND | os.O_CREAT | _FILE, 0o666, dir_fd=parent)
         descriptor = _regular(descriptor, root / name)
@@ -247,20 +247,29 @@ def _temporary_name(leaf: str) -> str:
     return f".{leaf.lstrip('.')[:100]}.{secrets.token_hex(8)}.tmp"
 
 
-def _refuse_link(parent: int, leaf: str, path: Path) -> None:
+def _status(parent: int, leaf: str) -> os.stat_result | None:
+    """Return the status of an entry of an open folder without following a link. `None`: there is none."""
     try:
-        is_link = stat.S_ISLNK(os.lstat(leaf, dir_fd=parent).st_mode)
+        return os.lstat(leaf, dir_fd=parent)
     except FileNotFoundError:
-        return
-    if is_link:
-        target = os.readlink(leaf, dir_fd=parent)
-        place = shlex.quote(str(path))
+        return None
+
+
+def copy_of_link(link: Path) -> str:
+    """Return the shell command that replaces a link with a copy of its file."""
+    place = shlex.quote(str(link))
+    return f'cp --remove-destination "$(readlink -f {place})" {place}'
+
+
+def _refuse_link(parent: int, leaf: str, path: Path) -> None:
+    status = _status(parent, leaf)
+    if status and stat.S_ISLNK(status.st_mode):
         raise UserError(
             Problem(
                 "finetune follows no link in this folder",
                 where=str(path),
-                found=f"a link to {target}",
-                fix=f'cp --remove-destination "$(readlink -f {place})" {place}',
+                found=f"a link to {os.readlink(leaf, dir_fd=parent)}",
+                fix=copy_of_link(path),
                 why="a link can lead out of the folder",
                 code="unsafe-file",
             )
@@ -269,11 +278,8 @@ def _refuse_link(parent: int, leaf: str, path: Path) -> None:
 
 def _refuse_device(parent: int, leaf: str, path: Path) -> None:
     """Refuse a device, such as `/dev/null`: a rename over it would delete it for the whole machine."""
-    try:
-        mode = os.lstat(leaf, dir_fd=parent).st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+    status = _status(parent, leaf)
+    if status and (stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)):
         raise UserError(
             Problem(
                 "finetune does not write to a device",
@@ -284,13 +290,6 @@ def _refuse_device(parent: int, leaf: str, path: Path) -> None:
                 code="unsafe-file",
             )
         )
-
-
-def _has_other_names(parent: int, leaf: str) -> bool:
-    try:
-        return os.lstat(leaf, dir_fd=parent).st_nlink > 1
-    except FileNotFoundError:
-        return False
 
 
 def _regular(descriptor: int, path: Path) -> int:

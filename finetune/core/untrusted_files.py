@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune.core import config_values, quantization_values, regular_files
+from finetune.core import config_values, quantization_values, regular_files, safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -113,12 +113,6 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def copy_of_link(link: Path) -> str:
-    """Return the shell command that replaces a link with a copy of its file."""
-    place = shlex.quote(str(link))
-    return f'cp --remove-destination "$(readlink -f {place})" {place}'
-
-
 def only_pickles(key: str, found: str) -> Problem:
     return Problem(
         "the weights are only in pickles",
@@ -165,7 +159,7 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
                 key,
                 where=str(entry),
                 found=f"a link to {target}",
-                fix=copy_of_link(entry),
+                fix=safe_files.copy_of_link(entry),
                 why="it could name any file of this machine",
                 code="unsafe-file",
             )
@@ -256,17 +250,13 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
         if _IMPLEMENTATION.fullmatch(name):
             texts = [text for _, text in _entries({name: value})] if isinstance(value, dict) else [value]
             if any(isinstance(text, str) and "/" in text for text in texts):
-                why, found = (
-                    "a kernel can run any code. `model.attention` sets the kernel",
-                    f"{name}: {value}",
-                )
                 yield Problem(
                     "the config names a kernel to download",
                     key,
                     where=str(path),
-                    found=found[:200],
+                    found=f"{name}: {value}"[:200],
                     fix=f"remove {name} from the file",
-                    why=why,
+                    why="a kernel can run any code. `model.attention` sets the kernel",
                     code="unsafe-file",
                 )
         if name == "trust_remote_code" and value:
@@ -357,17 +347,16 @@ _UNREAD = (  # keys of LoRA, why finetune reads no such adapter, and what to do
 
 def _odd_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
     """Find values of LoRA that PEFT does not write."""
-    what, fix = "the config of the adapter has an odd value", SAVE_AGAIN
     for name, (is_usual, expected) in _USUAL.items():
         value = content.get(name)
         if value is not None and not is_usual(value):
             yield Problem(
-                what,
+                "the config of the adapter has an odd value",
                 key,
                 where=str(path),
                 found=f"{name}: {value}"[:200],
                 expected=expected,
-                fix=fix,
+                fix=SAVE_AGAIN,
                 why="PEFT itself writes no such value",
                 code="adapter-files",
             )

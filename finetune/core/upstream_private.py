@@ -35,6 +35,13 @@ PRELOADED = "torch._inductor.compile_fx"
 LOGS_ENUMS = "torch.utils._pytree"
 
 
+def _torch() -> Any:
+    """Return torch, whose types lack private names."""
+    import torch
+
+    return torch
+
+
 def commit_hash(config: ModelConfig) -> str | None:
     """Return the Hub commit that a model was loaded from."""
     return getattr(config, "_commit_hash", None)
@@ -163,16 +170,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 def compile_counters() -> Any:
     """Return the counters of torch.compile: graphs, graph breaks and recompilations."""
-    import torch
-
-    return torch._dynamo.utils.counters
+    return _torch()._dynamo.utils.counters
 
 
 def mark_dynamic(tensor: Tensor) -> None:
     """Tell torch.compile that the first dimension changes between calls."""
-    import torch
-
-    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    _torch()._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 @contextlib.contextmanager
@@ -181,9 +184,7 @@ def compile_settings() -> Iterator[None]:
 
     Under DDP, torch would otherwise split each layer after its first MiB of gradients.
     """
-    import torch
-
-    config = torch._dynamo.config
+    config = _torch()._dynamo.config
     with config.patch(optimize_ddp=False, recompile_limit=config.recompile_limit):
         yield
 
@@ -194,9 +195,7 @@ def allow_graphs(count: int) -> None:
     Above its limit, torch runs eager code without a message. Layers with different adapter ranks need
     different graphs.
     """
-    import torch
-
-    config = torch._dynamo.config
+    config = _torch()._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
 
 
@@ -207,9 +206,7 @@ def actions_of(parser: ArgumentParser) -> list[Action]:
 
 def mark_static_address(tensor: Tensor) -> None:
     """Tell CUDA graphs to read a tensor where it is. They copy each other input that is no parameter."""
-    import torch
-
-    torch._dynamo.mark_static_address(tensor)
+    _torch()._dynamo.mark_static_address(tensor)
 
 
 def recorded_cuda_graphs() -> int:
@@ -223,25 +220,19 @@ def recorded_cuda_graphs() -> int:
 
 def cuda_was_used_before_fork() -> bool:
     """Return whether this process can't use CUDA, because its parent used it before the fork."""
-    import torch
-
-    return torch.cuda._is_in_bad_fork()
+    return _torch().cuda._is_in_bad_fork()
 
 
 def record_memory(*, entries: int | None) -> None:
     """Record each memory allocation of the GPU. With `None`, stop recording."""
-    import torch
-
     if entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        _torch().cuda.memory._record_memory_history(enabled=None)
     else:
-        torch.cuda.memory._record_memory_history(max_entries=entries)
+        _torch().cuda.memory._record_memory_history(max_entries=entries)
 
 
 def write_memory_snapshot(path: str) -> None:
-    import torch
-
-    torch.cuda.memory._dump_snapshot(path)
+    _torch().cuda.memory._dump_snapshot(path)
 
 
 def scaled_mm(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor) -> Tensor:
@@ -278,9 +269,7 @@ def reference_layers() -> contextlib.AbstractContextManager[None]:
 
 def reads_a_value(operation: object) -> bool:
     """Return whether an operation converts a tensor to a Python number."""
-    import torch
-
-    return operation is torch.ops.aten._local_scalar_dense.default
+    return operation is _torch().ops.aten._local_scalar_dense.default
 
 
 def foreach_mul(one: Sequence[Tensor], other: Sequence[Tensor | None] | float) -> list[Tensor]:
@@ -306,12 +295,6 @@ def foreach_abs_(one: Sequence[Tensor]) -> None:
 
 def foreach_copy_(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
     _torch()._foreach_copy_(one, other)
-
-
-def _torch() -> Any:
-    import torch  # its types have no `_foreach_*`
-
-    return torch
 
 
 def ddp_account(wrapped: DistributedDataParallel) -> dict[str, Any]:

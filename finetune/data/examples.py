@@ -34,8 +34,7 @@ class BadRow(Exception):
             what,
             where=where,
             found="".join(c if c.isprintable() else ascii(c)[1:-1] for c in found),
-            code=texts.pop("code", "data-example"),
-            **texts,
+            **{"code": "data-example", **texts},
         )
 
 

@@ -182,14 +182,13 @@ def _csv(path: Path, limits: Limits) -> Rows:
                     yield Row(dict(zip(names, fields, strict=True)), where)
                 elif fields:
                     expected, found = f"{len(names)} fields", str(len(fields))
-                    found, fix = f"{found} field{'s' * (len(fields) != 1)}", QUOTES
                     yield BadRow(
                         "unreadable",
                         "the line has another number of fields than the header",
                         where,
                         expected=expected,
-                        found=found,
-                        fix=fix,
+                        found=f"{found} field{'s' * (len(fields) != 1)}",
+                        fix=QUOTES,
                     )
         except UnicodeDecodeError:
             raise UserError(_where_not_utf8(path).problem) from None

@@ -22,7 +22,6 @@ from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import (
-    earlier_results,
     lm_eval_harness,
     measurement,
     reopen,
@@ -117,12 +116,12 @@ def run(
     result["settings"]["stops"] = stops
     result["settings"]["model"] = run_folder.named(recipe.model.name, recipe.model.revision)
     result["settings"]["storage"] = reopen.setup_of(recipe).storage.value
-    apart = earlier_results.others(folder, recipe, result)
+    apart = results.others(folder, recipe, result)
     result["settings"]["notes"] += apart
     name = (
-        earlier_results.OTHER if apart or validation_set.overridden(recipe) else "eval.json"
+        results.OTHER if apart or validation_set.overridden(recipe) else "eval.json"
     )  # eval.json keeps the run's own result
-    result["tasks"] = {**earlier_results.earlier_tasks(folder, name, result), **result["tasks"]}
+    result["tasks"] = {**results.earlier_tasks(folder, name, result), **result["tasks"]}
     result["verdict"] = verdicts.verdict(result)
     if PartialState().is_main_process:
         folder.write(name, result)

@@ -74,11 +74,11 @@ def check(settings: Eval, requested: Model | None = None) -> dict[str, Iterable[
     longest = token_limits.positions(config) if config else None
     metrics: dict[str, Iterable[str]] = {**tasks.check(settings, longest)}
     ranks = PartialState().num_processes
-    local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
+    local = {name: tasks.local(name) for name in settings.tasks}
     counts: dict[str, int] = {}
     if ranks > 1:  # a single process can use any number of examples
         counts |= {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
-    theirs = [_theirs(name) for name in settings.tasks if not local.get(name)]
+    theirs = [_theirs(name) for name in settings.tasks if not local[name]]
     if theirs:
         tasks.check_names(settings)  # fast, while lm-eval takes 15 s to list its tasks
         from lm_eval.tasks import TaskManager
@@ -189,11 +189,6 @@ def metric_names(task: Any) -> list[str]:
     return [_metric(f"{metric},{name}") for name in filters for metric in task.aggregation()]
 
 
-def _is_theirs(name: str) -> bool:
-    """Return whether a task is a file in lm-eval's form."""
-    return tasks.is_file(name) and tasks.read(name) is None
-
-
 def _theirs(name: str) -> str | dict[str, Any]:
     """Return the name of an lm-eval task, or the validated configuration of a file in lm-eval's form."""
     if not tasks.is_file(name):
@@ -282,7 +277,7 @@ def grouped(
         options = {**scoring.PLAIN, "eos_token_id": scoring.stop_ids(model, tokenizer)}
     found: dict[bool, list[Any]] = {}
     for name in settings.tasks:
-        task = tasks.read(name) if tasks.is_file(name) else None
+        task = tasks.local(name)
         chat = task.chat if task else settings.apply_chat_template
         spec = tasks.config(task, tasks.documents(task, name), options) if task else _theirs(name)
         found.setdefault(chat, []).append(spec)
@@ -335,7 +330,8 @@ def _evaluate(
                 # A perplexity that overflows, or `max_gen_toks` beyond the context, can end any task. Other
                 # errors come from the values of a task file. Without such a file they are bugs in finetune.
                 if not (
-                    isinstance(error, OverflowError | AssertionError) or any(map(_is_theirs, settings.tasks))
+                    isinstance(error, OverflowError | AssertionError)
+                    or any(tasks.is_file(name) and not tasks.local(name) for name in settings.tasks)
                 ):
                     raise
                 raise _failure(error, ", ".join(settings.tasks)) from error
@@ -467,7 +463,7 @@ def heard() -> Iterator[None]:
 
 def of_task(settings: Eval, task: str) -> Eval:
     """Return the settings with this task only, or with all tasks if it is part of a group."""
-    named = {name: tasks.read(name) if tasks.is_file(name) else None for name in settings.tasks}
+    named = {name: tasks.local(name) for name in settings.tasks}
     chosen = [name for name, local in named.items() if task in (name, local.task if local else "")]
     return settings.model_copy(update={"tasks": chosen or settings.tasks})
 
@@ -480,13 +476,12 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
     """
     names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
     if f"{task}/{metric}" not in names:
-        what, metric_name = "no task of the evaluation has this metric", f"{task}/{metric}"
         raise UserError(
             Problem(
-                what,
+                "no task of the evaluation has this metric",
                 "eval.metric_for_best_model",
-                found=metric_name,
-                expected=recipe_errors.choices(metric_name, ["loss", "exact_match", *names]),
+                found=f"{task}/{metric}",
+                expected=recipe_errors.choices(f"{task}/{metric}", ["loss", "exact_match", *names]),
                 fix="metric_for_best_model: loss",
                 code="eval-setting",
             )

@@ -32,6 +32,9 @@ MOST_FILES = 10_000
 KEY = "dataset_path"
 
 
+NAME_A_FILE = "name a file in the folder of the task file"
+
+
 def source(task: dict[str, Any], where: Path) -> Callable[..., dict[str, Any]]:
     """Return a function that gives lm-eval the splits of a task. This call already finds the local files.
 
@@ -74,21 +77,17 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
     elif folder := _existing_folder(path, where):
         suffixes = tuple(READERS)
     elif local_path(path):
-        what, expected = (
-            "the dataset does not exist",
-            f"{', '.join(LOADERS)}, a folder, or a dataset on the Hub",
-        )
-        near, why = similar_files(where.parent / path), "a path starts at the folder of the task file"
+        near = similar_files(where.parent / path)
         near = os.path.relpath(near, where.parent) if os.path.exists(near) else "json"
         raise UserError(
             Problem(
-                what,
+                "the dataset does not exist",
                 KEY,
                 where=str(where),
                 found=path,
-                expected=expected,
+                expected=f"{', '.join(LOADERS)}, a folder, or a dataset on the Hub",
                 fix=f"{KEY}: {near}",
-                why=why,
+                why="a path starts at the folder of the task file",
                 code="data-not-found",
             )
         )
@@ -161,7 +160,6 @@ def _matches(
     for pattern in patterns if isinstance(patterns, list) else [patterns]:
         if "://" in pattern or "::" in pattern:
             raise UserError(not_fetched(key, str(where), pattern))
-        texts = {"fix": "name a file in the folder of the task file", "code": "data-not-found"}
         if not can_be_path(pattern):
             raise UserError(
                 Problem(
@@ -169,14 +167,19 @@ def _matches(
                     key,
                     where=str(where),
                     found=pattern[:200],
+                    fix=NAME_A_FILE,
                     why="it is too long, has a NUL character, or is a link to itself",
-                    **texts,
+                    code="data-not-found",
                 )
             )
         places = [folder] if folder else [where.parent, Path()]
         matches = next((files for place in places if (files := _files(place, pattern))), [])
         if not matches:
-            raise UserError(Problem("no file has this name", key, str(where), pattern, **texts))
+            raise UserError(
+                Problem(
+                    "no file has this name", key, str(where), pattern, fix=NAME_A_FILE, code="data-not-found"
+                )
+            )
         found |= dict.fromkeys(matches)
     if len(found) > MOST_FILES:
         raise UserError(
@@ -224,10 +227,20 @@ def _check_splits(task: dict[str, Any], files: dict[str, list[Path]], where: Pat
     named += [("fewshot_config.split", config["split"])] if config.get("split") else []
     missing = [(key, split) for key, split in named if split not in files]
     if missing:
-        expected = ", ".join(files) or "a folder with data files"
-        what, texts = "the dataset has no split of this name", {"code": "data-not-found"}
-        texts["fix"] = "name one of the splits" if files else "add data files to the folder"
-        raise UserError(*(Problem(what, key, str(where), split, expected, **texts) for key, split in missing))
+        raise UserError(
+            *(
+                Problem(
+                    "the dataset has no split of this name",
+                    key,
+                    str(where),
+                    split,
+                    expected=", ".join(files) or "a folder with data files",
+                    fix="name one of the splits" if files else "add data files to the folder",
+                    code="data-not-found",
+                )
+                for key, split in missing
+            )
+        )
 
 
 def examples(paths: list[Path]) -> list[dict[str, Any]]:

@@ -198,16 +198,15 @@ def check_metric(settings: Eval, metrics: Mapping[str, Iterable[str]]) -> None:
     if not task or metric in metrics.get(task, ()) or not (task in metrics or complete):
         return
     names = [f"{name}/{one}" for name, its in metrics.items() for one in its]
-    near, allowed = nearest(best, names), ["loss", "exact_match", *names]
-    texts = {"fix": f"metric_for_best_model: {near}"} if near else {}
-    texts |= {} if near else {"expected": recipe_errors.choices(best, allowed)}
+    near = nearest(best, names)
     raise UserError(
         Problem(
             f"the task `{task}` has no metric `{metric}`",
             "eval.metric_for_best_model",
             found=best,
+            expected="" if near else recipe_errors.choices(best, ["loss", "exact_match", *names]),
+            fix=f"metric_for_best_model: {near}" if near else "",
             code="eval-setting",
-            **texts,
         )
     )
 
@@ -299,6 +298,11 @@ def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:
 def is_file(name: str) -> bool:
     """Return whether an entry of `eval.tasks` is a file and not the name of an lm-eval task."""
     return name.endswith(SUFFIXES) or name in SHIPPED
+
+
+def local(name: str) -> Task | None:
+    """Return the local task of an entry, or `None` for a task that lm-eval reads itself."""
+    return read(name) if is_file(name) else None
 
 
 def file(name: str) -> Path:
@@ -464,16 +468,12 @@ def general_texts(settings: Eval) -> list[str]:
     if settings.forgetting is False:
         return []
     if isinstance(settings.forgetting, str) and not Path(settings.forgetting).is_file():
-        what, fix = (
-            "the file with general texts does not exist",
-            paths.similar_files(Path(settings.forgetting)),
-        )
         raise UserError(
             Problem(
-                what,
+                "the file with general texts does not exist",
                 "eval.forgetting",
                 found=settings.forgetting,
-                fix=fix or "eval.forgetting: true",
+                fix=paths.similar_files(Path(settings.forgetting)) or "eval.forgetting: true",
                 code="data-not-found",
             )
         )
@@ -481,11 +481,11 @@ def general_texts(settings: Eval) -> list[str]:
         path = shipped_files.folder("examples") / "general" / "text.jsonl"
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
         return [json.loads(line)["text"] for line in lines]
-    name = settings.forgetting
-    rows = str(Path(name).absolute())  # a relative path would be tried next to the task file first
+    # a relative path would be tried next to the task file first
+    rows = str(Path(settings.forgetting).absolute())
     source = Task(task=verdicts.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
     try:
-        return [row["prompt"] for row in documents(source, name)]
+        return [row["prompt"] for row in documents(source, settings.forgetting)]
     except UserError as error:
         raise UserError(*(replace(one, key="eval.forgetting") for one in error.problems)) from None
 
@@ -513,11 +513,10 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     elif task.answer is not None:
         document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
     if task.kind == "multiple_choice":
-        requested: Any = task.choices
         listed = (
-            _rendered(requested, row)
-            if isinstance(requested, str)
-            else [_rendered(text, row) for text in requested]
+            _rendered(task.choices, row)
+            if isinstance(task.choices, str)
+            else [_rendered(text, row) for text in task.choices or ()]
         )
         if not isinstance(listed, list) or len(listed) < 2:
             raise ValueError(f"`choices` gives {listed!r} and not a list with two or more choices")

@@ -196,7 +196,7 @@ def _of_lm_eval(
 
     If every id of the tokenizer is inside the embedding, nothing is read.
     """
-    theirs = [name for name in settings.tasks if (with_hub or tasks.is_file(name)) and not _is_local(name)]
+    theirs = [name for name in settings.tasks if (with_hub or tasks.is_file(name)) and not tasks.local(name)]
     if not theirs or max(tokenizer.get_vocab().values()) < rows:
         return []
     from finetune.evaluation import lm_eval_harness  # imports lm-eval and torch, which takes seconds
@@ -204,10 +204,6 @@ def _of_lm_eval(
     lm_eval_settings = settings.model_copy(update={"tasks": theirs})
     texts = [_Text(*found) for found in lm_eval_harness.texts(lm_eval_settings, tokenizer, date)]
     return _unknown_ids(_measure(texts, tokenizer, rows, None)[0], "eval.tasks", rows)
-
-
-def _is_local(name: str) -> bool:
-    return tasks.is_file(name) and tasks.read(name) is not None
 
 
 def _unknown_ids(beyond: list[str], key: str, rows: int) -> list[Problem]:

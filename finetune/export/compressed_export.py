@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from finetune.core import model_config, packages, safe_files
 from finetune.core.errors import Problem, UserError
@@ -29,6 +29,7 @@ from finetune.models import model_class
 from finetune.quantization import fp8_linear
 
 KINDS = ("fp8", "int8")
+check_adapter = vllm_export.check_adapter
 SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": {
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
@@ -63,11 +64,6 @@ def check(config: ModelConfig, _quantize: str) -> None:
         )
 
 
-def check_adapter(adapter: Path) -> None:
-    """Raise a UserError if vLLM's LoRA loader does not accept the adapter (exit 2)."""
-    vllm_export.check_adapter(adapter)
-
-
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Quantize the merged weights, and compare transformers' answers with the fine-tuned model's."""
     model = model_class.open_folder(job.source, dtype=torch.float32)
@@ -76,8 +72,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
         job.tokenizer.save_pretrained(str(folder))
     check_weights(folder, job.source)
     report |= {"files": folder_export.sizes(folder)}
-    report["serving_check"] = folder_export.check(folder, job, job.quantize)
-    report["notes"] = [NOT_RUN]
+    report |= {"serving_check": folder_export.check(folder, job, job.quantize), "notes": [NOT_RUN]}
     return report | vllm_export.serving(job.name)
 
 
@@ -97,8 +92,6 @@ def check_weights(folder: Path, source: Path) -> None:
 
 def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the quantized base model and the adapter, and compare the answers of both together."""
-    from transformers import AutoModelForCausalLM
-
     rank = vllm_export.check_adapter(job.source)
     with writing(folder):
         stored = safe_files.make_folder(folder, "base")
@@ -138,9 +131,8 @@ def save(model: PreTrainedModel | PeftModel, kind: str, folder: Path) -> dict[st
 
     layers, others = split_layers(model)
     scheme = quantization.QuantizationScheme(targets=["Linear"], **SCHEMES[kind])
-    groups = {"group_0": scheme}
     config = quantization.QuantizationConfig(
-        config_groups=groups, ignore=others, quantization_status="frozen"
+        config_groups={"group_0": scheme}, ignore=others, quantization_status="frozen"
     )
     with contextlib.redirect_stderr(io.StringIO()):  # the library's bars have no switch
         quantization.apply_quantization_config(model, config)

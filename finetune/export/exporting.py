@@ -18,10 +18,8 @@ from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 
 from finetune.core import progress, safe_files
-from finetune.core.paths import writing
 from finetune.evaluation import reopen
 from finetune.export import (
-    compared_texts,
     export_source,
     merged_files,
     merging,
@@ -33,7 +31,6 @@ from finetune.export import (
 )
 from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import Expected
-from finetune.run_folder.run_folder import RunFolder
 
 REPORT = "export.json"
 
@@ -86,7 +83,7 @@ def run(
     target = merging.free_target(where, f"{start}-{to}-{part}", output)
     left = [*opened.notes, *merged_files.note_interrupted(target, "export")]
     tokenizer = export_source.tokenizer_of(opened, recipe)
-    texts = compared_texts.texts_of(opened, recipe, tokenizer)
+    texts = serving_check.texts_of(opened, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)
     stored_as = "as trained" if adapter and to != "compressed-tensors" else kind
     report: dict[str, Any] = {"target": to, "quantize": stored_as, "path": str(target)}
@@ -127,8 +124,17 @@ def run(
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", opened.name)
         if source == whole:
             config = AutoConfig.from_pretrained(str(whole), trust_remote_code=False)
-        base = (recipe.model.name, recipe.model.revision)
-        job = ExportJob(name, source, config, tokenizer, expected[0], kind, *base, setup.quantized)
+        job = ExportJob(
+            name,
+            source,
+            config,
+            tokenizer,
+            expected[0],
+            kind,
+            recipe.model.name,
+            recipe.model.revision,
+            setup.quantized,
+        )
         packed = safe_files.make_folder(packed.parent, packed.name)
         write = targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write
         with progress.part("writing the files and checking their answers"):
@@ -137,16 +143,5 @@ def run(
             report["notes"] = notes
         report["seconds"] = round(time.monotonic() - started, 1)
         serving_check.write_report(packed, REPORT, report)
-        publish(packed, target, folder, report)
+        merging.publish(packed, target, folder, report, REPORT)
     return report
-
-
-def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:
-    """Rename the checked folder to its final name, and add its report to the export.json of a run."""
-    where = target.absolute().parent
-    name = target.name if where == folder.path.absolute() else str(target.absolute())
-    safe_files.apply_umask(staged)
-    with writing(target):  # another export may have written the folder in the meantime
-        if not folder.is_plain_adapter:
-            folder.write(REPORT, {**folder.found(REPORT), name: report})
-        safe_files.rename(where, str(staged.relative_to(where)), target.name)

@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from finetune.core import safe_files
 from finetune.core.paths import writing
@@ -52,9 +59,6 @@ def check(folder: Path, job: ExportJob, kind: str, without_answers: str = "") ->
 
 
 def _reader(folder: Path, job: ExportJob, without_answers: str) -> Reader:
-    import transformers
-    from transformers import AutoTokenizer, GenerationConfig
-
     places = [place for place in (folder, folder / "base") if (place / "tokenizer_config.json").exists()]
     options: Any = {"trust_remote_code": False, "revision": "main" if places else job.revision}
     tokenizer: Any = AutoTokenizer.from_pretrained(str(places[0]) if places else job.base, **options)
@@ -87,13 +91,9 @@ def _decompressed(folder: Path, job: ExportJob) -> Any:
 
 def _model(folder: Path, job: ExportJob) -> Any:
     """Load the exported weights in fp32: a whole model, or the adapter on its base model."""
-    from transformers import AutoModelForCausalLM
-
     options: Any = {"dtype": torch.float32, "trust_remote_code": False}
     if (folder / "config.json").exists():
         return AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
-    from peft import PeftModel
-
     if (folder / "base").is_dir():
         base: Any = AutoModelForCausalLM.from_pretrained(str(folder / "base"), **options)
         return PeftModel.from_pretrained(base, str(folder / "adapter")).eval()

@@ -19,7 +19,7 @@ from urllib.error import HTTPError, URLError
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from finetune.core import packages
 from finetune.core.model_config import ModelConfig
@@ -264,8 +264,6 @@ def transformers_reader(path: Path, job: ExportJob) -> Reader:
 
 def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Example]) -> list[list[int]]:
     """Return prompts as llama.cpp's server makes them: one BOS token, from the template or from the key."""
-    from transformers import AutoTokenizer
-
     options: Any = {"gguf_file": path.name, "trust_remote_code": False}
     tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), **options)
     adds, bos = bool(held.get("tokenizer.ggml.add_bos_token")), tokenizer.bos_token or ""
@@ -282,7 +280,6 @@ def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Exampl
 
 def _model_of_transformers(path: Path, config: ModelConfig, architecture: str) -> Any:
     """Load the weights. Settings that transformers does not read from the file come from the model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
     options: Any = {"gguf_file": path.name, "trust_remote_code": False}

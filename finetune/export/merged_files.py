@@ -60,9 +60,15 @@ def write_merged(
     except torch.OutOfMemoryError:
         raise
     except (NotImplementedError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-        what, fix = f"PEFT can't merge a {kind} adapter", "use the adapter with PEFT, without a merge"
-        texts = {"found": first_line(error), "fix": fix, "code": "merge"}
-        raise UserError(Problem(what, where=str(folder.adapter), **texts)) from error
+        raise UserError(
+            Problem(
+                f"PEFT can't merge a {kind} adapter",
+                where=str(folder.adapter),
+                found=first_line(error),
+                fix="use the adapter with PEFT, without a merge",
+                code="merge",
+            )
+        ) from error
     merged.to(dtype)
     after = {name: fingerprint.fingerprint({"": p}) for name, p in merged.named_parameters()}
     if tied:
@@ -137,9 +143,16 @@ def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained:
     if quantized:
         torchao_quantization.check_installed()
     if quantized and trained and quantized != trained.weight_dtype:
-        what, fix = "the run was trained for another quantization", f"--quantize {trained.weight_dtype}"
-        texts = {"found": f"--quantize {quantized}", "expected": qat.describe(trained), "fix": fix}
-        raise UserError(Problem(what, where=str(folder.path), **texts, code="quantize"))
+        raise UserError(
+            Problem(
+                "the run was trained for another quantization",
+                where=str(folder.path),
+                found=f"--quantize {quantized}",
+                expected=qat.describe(trained),
+                fix=f"--quantize {trained.weight_dtype}",
+                code="quantize",
+            )
+        )
 
 
 def check_one_process(setup: Setup, command: str, folder: RunFolder) -> None:

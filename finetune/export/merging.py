@@ -150,12 +150,18 @@ def free_target(run: Path, name: str, output: str | None) -> Path:
             )
         )
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        held = (
-            ", ".join(sorted(entry.name for entry in target.iterdir())[:6]) if target.is_dir() else "a file"
+        raise UserError(
+            Problem(
+                "the output folder is not empty",
+                where=str(target),
+                found=", ".join(sorted(entry.name for entry in target.iterdir())[:6])
+                if target.is_dir()
+                else "a file",
+                fix=f"--output {free_name(target)}",
+                why="finetune overwrites no files",
+                code="merge",
+            )
         )
-        what, fix = "the output folder is not empty", f"--output {free_name(target)}"
-        texts = {"found": held, "fix": fix, "why": "finetune overwrites no files", "code": "merge"}
-        raise UserError(Problem(what, where=str(target), **texts))
     if not target.absolute().parent.is_dir():
         raise UserError(
             Problem(
@@ -168,17 +174,18 @@ def free_target(run: Path, name: str, output: str | None) -> Path:
     return target
 
 
-def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:
-    """Rename the verified folder to its final name, and add its report to merge.json."""
-    with writing(target):
+def publish(
+    staged: Path, target: Path, folder: RunFolder, report: dict[str, Any], reports: str = "merge.json"
+) -> None:
+    """Rename the verified folder to its final name, and add its report to the run's `reports`."""
+    with writing(target):  # another command may have written the folder in the meantime
         where = target.absolute().parent
-        reports = folder.found("merge.json")
-        inside = where == folder.path.absolute()
-        # merge.json resolves relative names against the run folder
-        name = target.name if inside else str(target.absolute())
+        # the reports resolve relative names against the run folder
+        name = target.name if where == folder.path.absolute() else str(target.absolute())
         safe_files.apply_umask(staged)
         # Write the report first, so that a killed merge leaves no weights without a report
-        folder.write("merge.json", {**reports, name: report})
+        if not folder.is_plain_adapter:
+            folder.write(reports, {**folder.found(reports), name: report})
         # Rename also replaces an empty folder
         safe_files.rename(where, str(staged.relative_to(where)), target.name)
 

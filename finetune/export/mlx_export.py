@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
-from finetune.core import safe_files
+from finetune.core import packages, safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.model_config import ModelConfig
 from finetune.core.paths import writing
-from finetune.export import folder_export, gguf_file, gguf_lora, mlx_reader, serving_check
+from finetune.data.chat_texts import render_chat
+from finetune.data.encoding import Encoded
+from finetune.data.examples import Example
+from finetune.data.loss_mask import IGNORED
+from finetune.export import folder_export, gguf_file, gguf_lora, serving_check
 from finetune.export.export_job import ExportJob
+from finetune.export.serving_check import AnswerToken, Reader
 
 KINDS = ("bf16", "f32")
 KEY = re.compile(r"model\.layers\.\d+\.(?P<key>[\w.]+)")
@@ -29,6 +37,9 @@ FAMILIES = (
     "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """Model types that mlx-lm 0.32 has (`mlx_lm/models/`) and that finetune trains. It opens mistral as llama."""
+
+
+PACKAGE = "mlx_lm"
 
 
 def check(config: ModelConfig, _quantize: str) -> None:
@@ -51,7 +62,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     folder_export.copy(job.source, folder)
     write_names(folder)
     report: dict[str, Any] = {"files": folder_export.sizes(folder)}
-    if mlx_reader.installed():
+    if installed():
         report["serving_check"] = _check(folder, job, job.quantize)
     else:
         report["serving_check"] = folder_export.check(folder, job, job.quantize)
@@ -91,7 +102,7 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
         files = write_lora(job.source, config.num_hidden_layers, folder)
     serve = [f"mlx_lm.server --model {shlex.quote(job.base)} --adapter-path ."]
     report: dict[str, Any] = {"files": files, "serve": serve}
-    if mlx_reader.installed() and not job.stored:
+    if installed() and not job.stored:
         return report | {"serving_check": _check(folder, job, "f32")}
     why = "transformers can't read an adapter in mlx-lm's layout, and mlx-lm is not installed"
     why = f"in training, the base model was stored in {job.stored}" if job.stored else why
@@ -102,10 +113,10 @@ def _check(folder: Path, job: ExportJob, kind: str) -> dict[str, Any]:
     """Run the serving check with mlx-lm, which takes the tokenizer of an adapter from the base model."""
     with serving_check.readable(folder):
         if (folder / "config.json").exists():
-            reader = mlx_reader.reader_of(str(folder))
+            reader = reader_of(str(folder))
         else:
             reader = replace(
-                mlx_reader.reader_of(job.base, job.revision, folder),
+                reader_of(job.base, job.revision, folder),
                 prompt_ids=None,
                 stop_ids=None,
                 without_ids="mlx-lm takes the tokenizer from the base model",
@@ -153,3 +164,57 @@ def write_lora(adapter: Path, layers: int, folder: Path) -> dict[str, int]:
     for name, content in contents.items():
         safe_files.write_bytes(folder, name, content)
     return {name: len(content) for name, content in contents.items()}
+
+
+def installed() -> bool:
+    """Return whether mlx-lm is installed. It also runs on CPUs of Linux (`pip install "mlx[cpu]" mlx-lm`)."""
+    return packages.installed(PACKAGE)
+
+
+def reader_of(model: str, revision: str | None = None, adapter: Path | None = None) -> Reader:
+    """Open a model with mlx-lm. It computes in fp32, so that only the stored weights are compared.
+
+    Args:
+        model: a folder, or the name of a model on the Hub.
+        adapter: the folder of an adapter in mlx-lm's layout.
+    """
+    mlx_lm, mx = importlib.import_module(PACKAGE), importlib.import_module("mlx.core")
+    options: dict[str, Any] = {"adapter_path": str(adapter)} if adapter else {}
+    opened, tokenizer = mlx_lm.load(model, revision=revision, **options)
+    opened.set_dtype(mx.float32)
+    return Reader(
+        f"mlx-lm {importlib.metadata.version('mlx-lm')}",
+        prompt_ids=lambda examples: [_prompt(tokenizer, example) for example in examples],
+        answer=partial(_answer, opened, set(tokenizer.eos_token_ids)),
+        stop_ids=lambda: set(tokenizer.eos_token_ids),
+        losses=lambda documents: [_loss(opened, document) for document in documents],
+    )
+
+
+def _prompt(tokenizer: Any, example: Example) -> list[int]:
+    """Return the token ids of a prompt as mlx-lm's server makes them: the template writes the BOS token."""
+    if not example.messages:
+        return list(tokenizer.encode(example.prompt or ""))
+    text = render_chat(tokenizer, example.messages[:-1], example.tools)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _answer(model: Any, stops: set[int], prompt: list[int], room: int) -> list[AnswerToken]:
+    mx, generate = importlib.import_module("mlx.core"), importlib.import_module("mlx_lm.generate")
+    found = list[AnswerToken]()
+    for token, scores in generate.generate_step(mx.array(prompt), model, max_tokens=room):
+        found += serving_check.steps([int(token)], torch.tensor(scores.tolist())[None])
+        if int(token) in stops:
+            break
+    return found
+
+
+def _loss(model: Any, document: Encoded) -> tuple[float, float]:
+    """Return the sum of the losses of a document's tokens, and their number or the sum of their weights."""
+    mx = importlib.import_module("mlx.core")
+    scores = torch.tensor(model(mx.array([document.ids]))[0].tolist()).log_softmax(-1)
+    loss = count = 0.0
+    for place, (label, weight) in enumerate(zip(document.labels(), document.token_weights(), strict=True)):
+        if label != IGNORED and place and weight:
+            loss, count = loss - weight * float(scores[place - 1, label]), count + weight
+    return loss, count

@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +19,15 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from finetune.core import model_config, safe_files
+from finetune.core import model_config, safe_files, shipped_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.privacy import masked
 from finetune.data import encoding
 from finetune.data.encoding import Encoded
 from finetune.data.examples import Example
-from finetune.evaluation import scoring
+from finetune.evaluation import scoring, tasks, validation_set
 from finetune.export import verify_merge
+from finetune.export.export_source import Source
 from finetune.recipe.schema import Recipe
 
 CHATS, ANSWERS, ROOM = 50, 5, 24
@@ -319,10 +321,8 @@ def readable(path: Path) -> Iterator[None]:
 
 def refuse_different(found: dict[str, Any], path: Path) -> None:
     """Raise a UserError if the exported model reads or answers a prompt differently (exit 4)."""
-    problems = []
-    where = str(path)
-    parts = ("token_ids", "stop_tokens", "answers", "loss")
-    ids, stops, said, loss = (found.get(key) or {} for key in parts)
+    problems, where = [], str(path)
+    ids, stops, said, loss = (found.get(key) or {} for key in ("token_ids", "stop_tokens", "answers", "loss"))
     if ids.get("different"):
         first = ids["first"]
         problems.append(
@@ -336,37 +336,40 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
             )
         )
     if stops.get("missing"):
-        texts = {"found": f"missing: {stops['missing']}", "expected": f"{stops['expected']}"}
         problems.append(
             Problem(
                 "the exported model does not stop at each token that ends a turn",
                 where=where,
+                found=f"missing: {stops['missing']}",
+                expected=f"{stops['expected']}",
                 fix="--to vllm",
                 code="export",
-                **texts,
             )
         )
     if said.get("agree") is False:
-        texts = {"found": f"largest difference of a log-probability: {said['largest_difference']:.3g}"}
+        different = f"largest difference of a log-probability: {said['largest_difference']:.3g}"
         if first := said["first_difference"]:
-            texts["found"] += f"; prompt {first['prompt']}, token {first['position']}: {first['found']}"
-            texts["found"] += f" in place of {first['expected']}"
-        texts |= {"expected": f"at most {said['tolerance']:.3g}", "fix": "--quantize f16"}
+            different += f"; prompt {first['prompt']}, token {first['position']}: {first['found']}"
+            different += f" in place of {first['expected']}"
         problems.append(
-            Problem("the exported model answers differently", where=where, code="export", **texts)
+            Problem(
+                "the exported model answers differently",
+                where=where,
+                found=different,
+                expected=f"at most {said['tolerance']:.3g}",
+                fix="--quantize f16",
+                code="export",
+            )
         )
     if loss.get("agree") is False:
-        texts = {
-            "found": f"{loss['runtime']:.4f} nats per token",
-            "expected": f"{loss['finetune']:.4f}, at most {loss['tolerance']:.3g} away",
-        }
         problems.append(
             Problem(
                 "the exported model has another loss",
                 where=where,
+                found=f"{loss['runtime']:.4f} nats per token",
+                expected=f"{loss['finetune']:.4f}, at most {loss['tolerance']:.3g} away",
                 fix="--quantize f16",
                 code="export",
-                **texts,
             )
         )
     if problems:
@@ -376,3 +379,39 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
 def write_report(folder: Path, name: str, report: dict[str, Any]) -> None:
     """Write the report of an export, with the serving check, into its folder. Secrets are masked."""
     safe_files.write_text(folder, name, masked(json.dumps(report, indent=1)) + "\n")
+
+
+def texts_of(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Texts:
+    """Return the validation set of a run. For an adapter without a run, return texts that finetune ships."""
+    if not source.has_run:
+        return _shipped(recipe, tokenizer)
+    held_out, _ = validation_set.held_out(source.folder, recipe, tokenizer)
+    rows, _ = verify_merge.probes(recipe, tokenizer, held_out)
+    examples = [row.example for row in held_out if row.example.asks][:CHATS]
+    return Texts(rows, examples, first_of([document for row in held_out for document in row.documents]))
+
+
+def first_of(documents: list[Encoded]) -> list[Encoded]:
+    """Return the first documents, with about as many trained tokens as the check compares losses of."""
+    counts = [sum(end - start for start, end in document.trained) for document in documents]
+    before = [0, *accumulate(counts)]
+    return [one for one, total in zip(documents, before, strict=False) if total < LOSS_TOKENS]
+
+
+def _shipped(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Texts:
+    """Return questions and texts that finetune ships, as chats if the tokenizer has a template."""
+    path = shipped_files.folder("examples") / "general" / "knowledge.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    examples = [_asked(row["question"], tokenizer) for row in rows[:CHATS]]
+    texts = tasks.general_texts(recipe.eval.model_copy(update={"forgetting": True}))[
+        : verify_merge.PROBE_ROWS
+    ]
+    ids = [tokenizer(text)["input_ids"][: verify_merge.PROBE_TOKENS] for text in texts]
+    return Texts(ids, examples, first_of([Encoded(row, [(0, len(row))]) for row in ids]))
+
+
+def _asked(question: str, tokenizer: PreTrainedTokenizerBase) -> Example:
+    if not tokenizer.chat_template:
+        return Example("shipped", prompt=question)
+    answer = {"role": "assistant", "content": "Yes."}
+    return Example("shipped", messages=[{"role": "user", "content": question}, answer], trained=(True,))

@@ -397,8 +397,7 @@ def unread(error: Exception, name: str, revision: str) -> Problem:
         what, fix = "the Hub has no such model or revision, or the token has no access", REMEDIES[404]
     else:
         what, fix = f"the Hub answers with status {status}", "try again later"
-    found = f"{name}@{revision}: {found}"[:300]
-    problem = Problem(what, "model.name", found=found, fix=fix, code="hub")
+    problem = Problem(what, "model.name", found=f"{name}@{revision}: {found}"[:300], fix=fix, code="hub")
     return _nor_here(problem, name) if status in (None, 404) else problem
 
 

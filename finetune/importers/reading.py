@@ -142,7 +142,16 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     except TooLarge as error:
         raise UserError(_too_large(str(path), "")) from error
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise UserError(_odd_value(state, str(path))) from error
+        raise UserError(
+            Problem(
+                f"{state.tool} does not accept this value",
+                state.taken[0],
+                where=str(path),
+                found=repr(state.taken[1])[:LONGEST],
+                fix="correct the value, or remove the key",
+                code="import",
+            )
+        ) from error
     if not state.recipe.get("data.name"):
         raise UserError(
             Problem(
@@ -215,17 +224,6 @@ def _too_large(where: str, found: str) -> Problem:
         expected=f"at most {strict_yaml.MAX_BYTES:,} characters and {strict_yaml.MOST_VALUES:,} values",
         fix=foreign_yaml.SHORTER,
         why="finetune reads no larger recipe",
-        code="import",
-    )
-
-
-def _odd_value(state: Translation, where: str) -> Problem:
-    return Problem(
-        f"{state.tool} does not accept this value",
-        state.taken[0],
-        where=where,
-        found=repr(state.taken[1])[:LONGEST],
-        fix="correct the value, or remove the key",
         code="import",
     )
 

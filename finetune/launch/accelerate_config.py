@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,8 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
     """Return the parts of a config that Accelerate would ignore, or that would fail later."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    top, found = set(ClusterConfig.__dataclass_fields__), _values("", given, where)
-    found += _unread(given, where)
+    top = set(ClusterConfig.__dataclass_fields__)
+    found = [*_values("", given, where), *_unread(given, where)]
     for key, value in given.items():
         if key not in top:
             found.append(
@@ -225,41 +226,36 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
 _IDS = r"all|(\d+|(GPU|MIG)-[\w-]+)( *, *(\d+|(GPU|MIG)-[\w-]+))*"  # as CUDA_VISIBLE_DEVICES takes them
 
 
-def _gpus(given: dict[str, Any], where: str) -> list[Problem]:
+def _gpus(given: dict[str, Any], where: str) -> Iterator[Problem]:
     """Check `gpu_ids`, which must be a string, and must name several GPUs for several processes."""
-    ids, found = given.get("gpu_ids"), []
+    ids = given.get("gpu_ids")
     several = given.get("distributed_type") == "MULTI_GPU" and (given.get("num_machines") or 1) == 1
     if ids is not None and (not isinstance(ids, str) or not re.fullmatch(_IDS, ids)):
-        found.append(
-            Problem(
-                "gpu_ids must be a string that names GPUs",
-                "gpu_ids",
-                where=where,
-                found=as_yaml(ids),
-                expected='all, or a string of numbers such as "0,1"',
-                fix="gpu_ids: all",
-                code=CODE,
-            )
+        yield Problem(
+            "gpu_ids must be a string that names GPUs",
+            "gpu_ids",
+            where=where,
+            found=as_yaml(ids),
+            expected='all, or a string of numbers such as "0,1"',
+            fix="gpu_ids: all",
+            code=CODE,
         )
     elif several and ids not in (None, "all") and "," not in ids:
-        found.append(
-            Problem(
-                "a launch of type MULTI_GPU needs several GPUs",
-                "gpu_ids",
-                where=where,
-                found=ids,
-                fix='set `distributed_type: "NO"` and `num_processes: 1`, or `gpu_ids: all`',
-                code=CODE,
-            )
+        yield Problem(
+            "a launch of type MULTI_GPU needs several GPUs",
+            "gpu_ids",
+            where=where,
+            found=ids,
+            fix='set `distributed_type: "NO"` and `num_processes: 1`, or `gpu_ids: all`',
+            code=CODE,
         )
-    return found
 
 
-def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
+def _fsdp(given: dict[str, Any], where: str) -> Iterator[Problem]:
     """Check for options of FSDP1, and check the wrap policy."""
     from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
-    section, found = given.get("fsdp_config"), []
+    section = given.get("fsdp_config")
     if not isinstance(section, dict):
         return []
     held = {f"fsdp_{str(key).removeprefix('fsdp_')}": (key, value) for key, value in section.items()}
@@ -268,106 +264,88 @@ def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
     for name, fix in FSDP1.items() if two else ():
         if name in held:
             key, value = held[name]
-            found.append(
-                Problem(
-                    "the key belongs to FSDP1, and Accelerate ignores it with fsdp_version: 2",
-                    f"fsdp_config.{key}",
-                    where=where,
-                    found=as_yaml(value),
-                    fix=fix,
-                    code=CODE,
-                )
+            yield Problem(
+                "the key belongs to FSDP1, and Accelerate ignores it with fsdp_version: 2",
+                f"fsdp_config.{key}",
+                where=where,
+                found=as_yaml(value),
+                fix=fix,
+                code=CODE,
             )
     if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
         near = nearest(policy, FSDP_AUTO_WRAP_POLICY) or "TRANSFORMER_BASED_WRAP"
         key = held["fsdp_auto_wrap_policy"][0]
-        found.append(
-            Problem(
-                UNKNOWN_VALUE,
-                f"fsdp_config.{key}",
-                where=where,
-                found=policy,
-                expected=", ".join(FSDP_AUTO_WRAP_POLICY),
-                fix=f"{key}: {near}",
-                code=CODE,
-            )
+        yield Problem(
+            UNKNOWN_VALUE,
+            f"fsdp_config.{key}",
+            where=where,
+            found=policy,
+            expected=", ".join(FSDP_AUTO_WRAP_POLICY),
+            fix=f"{key}: {near}",
+            code=CODE,
         )
     elif "fsdp_min_num_params" in held and policy.upper() != "SIZE_BASED_WRAP":
         key, value = held["fsdp_min_num_params"]
-        found.append(
-            Problem(
-                "Accelerate reads this key only with the wrap policy SIZE_BASED_WRAP",
-                f"fsdp_config.{key}",
-                where=where,
-                found=as_yaml(value),
-                fix="remove the key, or set `fsdp_auto_wrap_policy: SIZE_BASED_WRAP`",
-                code=CODE,
-            )
+        yield Problem(
+            "Accelerate reads this key only with the wrap policy SIZE_BASED_WRAP",
+            f"fsdp_config.{key}",
+            where=where,
+            found=as_yaml(value),
+            fix="remove the key, or set `fsdp_auto_wrap_policy: SIZE_BASED_WRAP`",
+            code=CODE,
         )
-    return found
 
 
-def _unread(given: dict[str, Any], where: str) -> list[Problem]:
+def _unread(given: dict[str, Any], where: str) -> Iterator[Problem]:
     """Return the keys that this launch ignores, and types and files that finetune does not support."""
-    kind, found = given.get("distributed_type"), []
+    kind = given.get("distributed_type")
     for key, value in COMMAND_LINE.items():
         if given.get(key, value) not in (value, None):
-            found.append(
-                Problem(
-                    "Accelerate reads this key only from the command line",
-                    key,
-                    where=where,
-                    found=as_yaml(given[key]),
-                    fix=f"remove the key, or pass --{key} to accelerate launch",
-                    code=CODE,
-                )
+            yield Problem(
+                "Accelerate reads this key only from the command line",
+                key,
+                where=where,
+                found=as_yaml(given[key]),
+                fix=f"remove the key, or pass --{key} to accelerate launch",
+                code=CODE,
             )
     if kind not in KINDS:
         near = nearest(str(kind), KINDS)
         fix = f"distributed_type: {near}" if near else "use accelerate_configs/fsdp2_8.yaml"
         if kind is False:
             fix = "distributed_type: 'NO' (without quotes, YAML reads NO as false)"
-        found.append(
-            Problem(
-                "finetune does not support Megatron-LM"
-                if kind == "MEGATRON_LM"
-                else "no such type of launch",
-                "distributed_type",
-                where=where,
-                found=as_yaml(kind),
-                expected=", ".join(KINDS),
-                fix=fix,
-                code=CODE,
-            )
+        yield Problem(
+            "finetune does not support Megatron-LM" if kind == "MEGATRON_LM" else "no such type of launch",
+            "distributed_type",
+            where=where,
+            found=as_yaml(kind),
+            expected=", ".join(KINDS),
+            fix=fix,
+            code=CODE,
         )
     for section, (key, value) in READ_UNDER.items():
         if given.get(section) and given.get(key) != value and kind in KINDS:
-            found.append(
-                Problem(
-                    f"Accelerate reads this section only with {key}: {value}",
-                    section,
-                    where=where,
-                    found=f"{key}: {as_yaml(given.get(key))}",
-                    fix=f"{key}: {value}",
-                    code=CODE,
-                )
+            yield Problem(
+                f"Accelerate reads this section only with {key}: {value}",
+                section,
+                where=where,
+                found=f"{key}: {as_yaml(given.get(key))}",
+                fix=f"{key}: {value}",
+                code=CODE,
             )
     zero = given.get("deepspeed_config")
     if isinstance(zero, dict) and zero.get("deepspeed_config_file"):
-        found.append(
-            Problem(
-                "finetune can't compare a separate DeepSpeed config file with the recipe",
-                "deepspeed_config.deepspeed_config_file",
-                where=where,
-                found=str(zero["deepspeed_config_file"]),
-                fix="move zero_stage and the other settings to this section",
-                code=CODE,
-            )
+        yield Problem(
+            "finetune can't compare a separate DeepSpeed config file with the recipe",
+            "deepspeed_config.deepspeed_config_file",
+            where=where,
+            found=str(zero["deepspeed_config_file"]),
+            fix="move zero_stage and the other settings to this section",
+            code=CODE,
         )
-    return found
 
 
-def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
+def _values(section: str, given: dict[str, Any], where: str) -> Iterator[Problem]:
     """Return the values that the options of Accelerate's launcher do not allow.
 
     A number of -1 is allowed: the command line then gives the number.
@@ -375,7 +353,7 @@ def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
     from accelerate.commands.launch import launch_command_parser
 
     actions = upstream_private.launch_options(launch_command_parser())
-    prefix, found = PREFIXES.get(section, ""), []
+    prefix = PREFIXES.get(section, "")
     for key, value in given.items():
         action = actions.get(key) or actions.get(f"{prefix}{key}")
         if action is None or value is None or isinstance(value, (dict, list)):
@@ -385,54 +363,45 @@ def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
         choices = [] if key in ("backend", "fp8_backend") else [str(one) for one in action.choices or ()]
         if choices and text.lower() not in [one.lower() for one in choices]:
             near = nearest(text, choices)
-            found.append(
-                Problem(
-                    UNKNOWN_VALUE,
-                    name,
-                    where=where,
-                    found=text,
-                    expected="" if near and len(choices) > MOST_CHOICES else ", ".join(choices),
-                    fix=f"{key}: {near}" if near else "",
-                    code=CODE,
-                )
+            yield Problem(
+                UNKNOWN_VALUE,
+                name,
+                where=where,
+                found=text,
+                expected="" if near and len(choices) > MOST_CHOICES else ", ".join(choices),
+                fix=f"{key}: {near}" if near else "",
+                code=CODE,
             )
         elif action.type is int and not (
             (text.isdecimal() and (int(text) or key not in COUNTS)) or text == "-1"
         ):
             least = "an integer of 1 or more" if key in COUNTS else "an integer"
-            found.append(
-                Problem(
-                    f"{key} must be {least}",
-                    name,
-                    where=where,
-                    found=text,
-                    expected=least,
-                    fix=f"{key}: 1",
-                    code=CODE,
-                )
+            yield Problem(
+                f"{key} must be {least}",
+                name,
+                where=where,
+                found=text,
+                expected=least,
+                fix=f"{key}: 1",
+                code=CODE,
             )
-    return found
 
 
-def _nested(section: str, given: dict[str, Any], where: str) -> list[Problem]:
+def _nested(section: str, given: dict[str, Any], where: str) -> Iterator[Problem]:
     """Return the keys of a section that are no options of Accelerate's launcher, so that it ignores them."""
     prefix, known = PREFIXES[section], _options(section)
-    found = []
     for key in given:
         full = key if key.startswith(prefix) else f"{prefix}{key}"
         if full not in known:
             shown = {name.removeprefix(prefix) for name in known}
             ends = [name for name in shown if name.endswith(f"_{key}")]
-            found.append(
-                Problem(
-                    f"{section} has no such key, so Accelerate would ignore it",
-                    f"{section}.{key}",
-                    where=where,
-                    fix=ends[0] if ends else nearest(key.removeprefix(prefix), shown) or "remove the key",
-                    code=CODE,
-                )
+            yield Problem(
+                f"{section} has no such key, so Accelerate would ignore it",
+                f"{section}.{key}",
+                where=where,
+                fix=ends[0] if ends else nearest(key.removeprefix(prefix), shown) or "remove the key",
+                code=CODE,
             )
-    return found
 
 
 def _options(section: str) -> set[str]:

@@ -64,11 +64,10 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
 
 def missing_weights(missing: Collection[str]) -> Problem:
     """Return the problem of missing weights, which transformers would initialize at random."""
-    what, found = f"the files lack {len(missing)} of the model's weights", ", ".join(sorted(missing)[:6])
     return Problem(
-        what,
+        f"the files lack {len(missing)} of the model's weights",
         "model.name",
-        found=f"no {found}",
+        found=f"no {', '.join(sorted(missing)[:6])}",
         fix=DOWNLOAD,
         why="transformers would set these weights to random values",
         code="model-files",

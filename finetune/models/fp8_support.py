@@ -7,14 +7,9 @@ from finetune.core.model_config import ModelConfig
 from finetune.models import model_files
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules
-from finetune.recipe.schema import Model, Recipe
+from finetune.recipe.schema import Recipe
 
 FP8_WIDTH = 2048  # smallest hidden size for which `model.quantization: auto` uses fp8
-
-
-def model_against_fp8(model: Model) -> str:
-    """Return why `model.quantization: auto` does not use fp8 for this model; the empty string if it may."""
-    return config_against_fp8(model_files.read_config(model))
 
 
 def config_against_fp8(config: ModelConfig) -> str:
@@ -37,4 +32,4 @@ def against_fp8(recipe: Recipe, config: ModelConfig | None = None) -> str:
         config: the config of the model, if it has been read already.
     """
     by_recipe = adapter_rules.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
-    return by_recipe or (config_against_fp8(config) if config else model_against_fp8(recipe.model))
+    return by_recipe or config_against_fp8(config or model_files.read_config(recipe.model))

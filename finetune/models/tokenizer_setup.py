@@ -39,7 +39,16 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         tokenizer = model_files.from_hub(AutoTokenizer.from_pretrained, model)
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError(without_backend(type(tokenizer).__name__))
+        raise UserError(
+            Problem(
+                "the tokenizer has no tokenizer.json",
+                "model.name",
+                found=f"{type(tokenizer).__name__}, a tokenizer in Python",
+                fix="use a model with a tokenizer.json",
+                why="finetune needs the positions of tokens in the text",
+                code="tokenizer",
+            )
+        )
     check_backend(backend, model.name)
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -263,18 +272,6 @@ def _json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def without_backend(name: str) -> Problem:
-    """Return the problem of a tokenizer that runs in Python. It gives no text positions to find turns by."""
-    return Problem(
-        "the tokenizer has no tokenizer.json",
-        "model.name",
-        found=f"{name}, a tokenizer in Python",
-        fix="use a model with a tokenizer.json",
-        why="finetune needs the positions of tokens in the text",
-        code="tokenizer",
-    )
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:

@@ -65,9 +65,15 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
         ]
     quantized = storage in kernel_limits.EXPERTS_STORAGES and expert_targets.stacked(names) and not reason
     if quantized and (splitter := launch_environment.splitter()):
-        what, fix = f"{splitter} can't shard quantized experts", "accelerate_configs/ddp_8.yaml"
-        fix += ", or model.quantization: none"
-        return [Problem(what, "model.quantization", found=storage, fix=fix, code="launch-config")]
+        return [
+            Problem(
+                f"{splitter} can't shard quantized experts",
+                "model.quantization",
+                found=storage,
+                fix="accelerate_configs/ddp_8.yaml, or model.quantization: none",
+                code="launch-config",
+            )
+        ]
     stored = [name for name in names.linear if names.kinds[name] == "Linear"]
     if storage not in ONLY_LINEAR or stored:
         return []

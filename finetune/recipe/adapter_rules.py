@@ -23,7 +23,7 @@ from finetune.recipe.adapter_types import (
 from finetune.recipe.renames import meant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from finetune.recipe.adapter_types import AdapterType
     from finetune.recipe.schema import Adapter, Eval, Speed
@@ -142,47 +142,39 @@ def conflicts(raw: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
-def _other_files(adapter: Mapping[str, Any], model: object) -> list[Problem]:
+def _other_files(adapter: Mapping[str, Any], model: object) -> Iterator[Problem]:
     """Refuse names in a recipe that would make PEFT open a pickle or another tokenizer."""
-    found: list[Problem] = []
     for key in ("corda_config", "lora_ga_config"):
         options = adapter.get(key)
         for file in ("cache_file", "covariance_file"):
             if isinstance(options, dict) and options.get(file) is not None:
-                found.append(
-                    Problem(
-                        "finetune opens no pickle",
-                        f"adapter.{key}.{file}",
-                        found=as_yaml(options[file]),
-                        fix=f"remove `{file}`",
-                        why="a pickle can run code when PEFT opens it",
-                        code="unsafe-file",
-                    )
+                yield Problem(
+                    "finetune opens no pickle",
+                    f"adapter.{key}.{file}",
+                    found=as_yaml(options[file]),
+                    fix=f"remove `{file}`",
+                    why="a pickle can run code when PEFT opens it",
+                    code="unsafe-file",
                 )
     if adapter.get("tokenizer_kwargs"):
-        found.append(
-            Problem(
-                "finetune ignores this key, because it loads the tokenizer without options",
-                "adapter.tokenizer_kwargs",
-                found=as_yaml(adapter["tokenizer_kwargs"]),
-                fix="remove `tokenizer_kwargs`",
-                code=OPTION,
-            )
+        yield Problem(
+            "finetune ignores this key, because it loads the tokenizer without options",
+            "adapter.tokenizer_kwargs",
+            found=as_yaml(adapter["tokenizer_kwargs"]),
+            fix="remove `tokenizer_kwargs`",
+            code=OPTION,
         )
     named = adapter.get("tokenizer_name_or_path")
     here = str(model).removeprefix("./")
     if named is not None and str(named).removeprefix("./") != here and not here.endswith(f"/{named}"):
-        found.append(
-            Problem(
-                "this tokenizer is not the model's tokenizer",
-                "adapter.tokenizer_name_or_path",
-                found=as_yaml(named),
-                expected=str(model),
-                fix=f"tokenizer_name_or_path: {model}",
-                code=OPTION,
-            )
+        yield Problem(
+            "this tokenizer is not the model's tokenizer",
+            "adapter.tokenizer_name_or_path",
+            found=as_yaml(named),
+            expected=str(model),
+            fix=f"tokenizer_name_or_path: {model}",
+            code=OPTION,
         )
-    return found
 
 
 def patterns(adapter: Mapping[str, Any]) -> list[tuple[str, str, Pattern]]:
@@ -235,13 +227,12 @@ def _patterns(adapter: Mapping[str, Any]) -> list[Problem]:
         except (re.error, OverflowError, RecursionError) as error:
             names = re.findall(r"[^\W\d]\w*", text)
             fix = max(names, key=len, default=f"remove `{key}`")
-            fix = f"{key}: [{', '.join(names)}]" if key in _WHOLE else fix
             found.append(
                 Problem(
                     "not a valid regular expression",
                     f"adapter.{key}",
                     found=text,
-                    fix=fix,
+                    fix=f"{key}: [{', '.join(names)}]" if key in _WHOLE else fix,
                     why=str(getattr(error, "msg", error)),
                     code=OPTION,
                 )
@@ -302,64 +293,54 @@ def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> list[Problem
 
 def _offload(
     kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Refuse offloading that does not fit activation checkpointing, the optimizer or the adapter type."""
     offload, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
-    found: list[Problem] = []
     again = str(speed.get("activation_checkpointing"))
     if offload.startswith(("activations", "all")) and (
         again in ("none", "norms", "False") or again.startswith(("mlp:", "mlp_int8:"))
     ):
-        found.append(
-            Problem(
-                f"offloading of activations excludes `activation_checkpointing: {again}`",
-                "speed.offload",
-                found=offload,
-                fix="speed.activation_checkpointing: auto",
-                why=(
-                    "finetune offloads the activations that recomputed layers keep, so it must "
-                    "recompute all layers"
-                ),
-                code=SPEED,
-            )
+        yield Problem(
+            f"offloading of activations excludes `activation_checkpointing: {again}`",
+            "speed.offload",
+            found=offload,
+            fix="speed.activation_checkpointing: auto",
+            why=(
+                "finetune offloads the activations that recomputed layers keep, so it must "
+                "recompute all layers"
+            ),
+            code=SPEED,
         )
     if offload not in ("optimizer", "all"):
-        return found
+        return
     without = "activations" if offload == "all" else "none"
     if optim not in OFFLOADED:
-        found.append(
-            Problem(
-                f"`speed.offload: {offload}` supports only torch's AdamW",
-                "train.optim",
-                found=as_yaml(optim),
-                expected=" or ".join(OFFLOADED),
-                fix=f"optim: {OFFLOADED[0]}",
-                code="recipe-conflict",
-            )
+        yield Problem(
+            f"`speed.offload: {offload}` supports only torch's AdamW",
+            "train.optim",
+            found=as_yaml(optim),
+            expected=" or ".join(OFFLOADED),
+            fix=f"optim: {OFFLOADED[0]}",
+            code="recipe-conflict",
         )
     if adapter.get("loraplus_lr_ratio"):
-        found.append(
-            Problem(
-                f"LoRA+ excludes `speed.offload: {offload}`",
-                "adapter.loraplus_lr_ratio",
-                found=as_yaml(adapter["loraplus_lr_ratio"]),
-                fix=f"speed.offload: {without}",
-                why="LoRA+ has its own optimizer",
-                code="recipe-conflict",
-            )
+        yield Problem(
+            f"LoRA+ excludes `speed.offload: {offload}`",
+            "adapter.loraplus_lr_ratio",
+            found=as_yaml(adapter["loraplus_lr_ratio"]),
+            fix=f"speed.offload: {without}",
+            why="LoRA+ has its own optimizer",
+            code="recipe-conflict",
         )
     if kind.peft == "adalora":
-        found.append(
-            Problem(
-                "AdaLoRA excludes an offloaded optimizer",
-                "speed.offload",
-                found=offload,
-                fix=f"offload: {without}",
-                why="AdaLoRA masks ranks on the GPU between steps",
-                code=SPEED,
-            )
+        yield Problem(
+            "AdaLoRA excludes an offloaded optimizer",
+            "speed.offload",
+            found=offload,
+            fix=f"offload: {without}",
+            why="AdaLoRA masks ranks on the GPU between steps",
+            code=SPEED,
         )
-    return found
 
 
 def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
@@ -379,22 +360,19 @@ def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
     return "; ".join(problem.what for problem in _on_fp8(options))
 
 
-def _on_fp8(adapter: Mapping[str, Any]) -> list[Problem]:
+def _on_fp8(adapter: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuse options that read or train weights that an fp8 base model quantizes."""
-    found: list[Problem] = []
     init = adapter.get("init_lora_weights")
     if init in ("orthogonal", "mica"):
-        found.append(
-            Problem(
-                f"init_lora_weights: {init} excludes an fp8 base model",
-                "adapter.init_lora_weights",
-                found=as_yaml(init),
-                fix="init_lora_weights: true, or model.quantization: none",
-                why="it computes the adapter initialization from weights that fp8 quantizes",
-                code="recipe-conflict",
-            )
+        yield Problem(
+            f"init_lora_weights: {init} excludes an fp8 base model",
+            "adapter.init_lora_weights",
+            found=as_yaml(init),
+            fix="init_lora_weights: true, or model.quantization: none",
+            why="it computes the adapter initialization from weights that fp8 quantizes",
+            code="recipe-conflict",
         )
-    return found + _coded(adapter, "fp8")
+    yield from _coded(adapter, "fp8")
 
 
 def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> list[Problem]:
@@ -524,34 +502,35 @@ def _init(
 
 def _rebasing(
     init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object, added: bool
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Check an initialization that modifies the base weights.
 
     PEFT saves such an adapter as a difference of LoRAs and drops everything else that was trained.
     """
     key = "adapter.init_lora_weights"
-    found: list[Problem] = []
     if kind.storage or base in QUANTIZED:
         fix = f"adapter.type: {name[1:]}" if kind.storage else "model.quantization: auto"
         fix += ", or init_lora_weights: loftq" if kind.storage or base in FOUR_BIT else ""
-        found.append(
-            Problem(
-                f"{init} excludes a quantized base model",
-                key,
-                found=init,
-                fix=fix,
-                why=(
-                    f"{init} moves a part of the base weights into the adapter, and quantized "
-                    "weights are not exact"
-                ),
-                code="recipe-conflict",
-            )
+        yield Problem(
+            f"{init} excludes a quantized base model",
+            key,
+            found=init,
+            fix=fix,
+            why=(
+                f"{init} moves a part of the base weights into the adapter, and quantized "
+                "weights are not exact"
+            ),
+            code="recipe-conflict",
         )
     why = f"finetune saves {init} as the difference of two LoRA adapters"
     if kind.sets.get("use_dora"):
-        what, fix = f"{init} excludes DoRA", "adapter.type: lora"
-        found.append(
-            Problem(what, key, found=f"{init} with {name}", fix=fix, why=why, code="recipe-conflict")
+        yield Problem(
+            f"{init} excludes DoRA",
+            key,
+            found=f"{init} with {name}",
+            fix="adapter.type: lora",
+            why=why,
+            code="recipe-conflict",
         )
     beside = [
         k for k in ("modules_to_save", "trainable_token_indices", "target_parameters") if adapter.get(k)
@@ -561,18 +540,14 @@ def _rebasing(
     by_pattern = [k for k in ("rank_pattern", "alpha_pattern") if adapter.get(k)]
     beside += by_pattern if kind.sets.get("use_rslora") or adapter.get("use_rslora") else []
     if beside:
-        what, fix = f"{init} excludes {', '.join(beside)}", "init_lora_weights: true"
-        found.append(
-            Problem(
-                what,
-                key,
-                found=f"{init} with {', '.join(beside)}",
-                fix=fix,
-                why=f"{why}, and those hold nothing else",
-                code="recipe-conflict",
-            )
+        yield Problem(
+            f"{init} excludes {', '.join(beside)}",
+            key,
+            found=f"{init} with {', '.join(beside)}",
+            fix="init_lora_weights: true",
+            why=f"{why}, and those hold nothing else",
+            code="recipe-conflict",
         )
-    return found
 
 
 def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: object) -> list[Problem]:

@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, Field, create_model
 
-from finetune.recipe import adapter_keys, adapter_types, upstream_options
+from finetune.recipe import adapter_types, upstream_options
 from finetune.recipe.renames import owner_of
 from finetune.recipe.schema import (
+    ADALORA_KEYS,
+    LORA_KEYS,
+    PEFT_KEYS,
     Adapter,
     Data,
     Eval,
@@ -25,6 +28,27 @@ from finetune.recipe.schema import (
     Speed,
     Train,
 )
+
+_DEBUG = Literal["underflow_overflow", "tpu_metrics_debug"]
+
+
+def own_keys(kind: adapter_types.AdapterType) -> dict[str, Any]:
+    """Return the keys that finetune adds for this type: name -> (annotation, pydantic field)."""
+    own = {"lora": LORA_KEYS, "adalora": ADALORA_KEYS}.get(kind.peft, {})
+    return {**PEFT_KEYS, **own} if kind.peft else {}
+
+
+def adapter_keys(name: str) -> frozenset[str]:
+    """Return every key that `adapter:` may have under `type: name`."""
+    kind = adapter_types.find(name)
+    return kind.keys | {"type", *own_keys(kind)}
+
+
+def is_left_out(name: str, key: str) -> bool:
+    """Return whether PEFT has this key for the type. Recipes can't set all of PEFT's keys."""
+    kind = adapter_types.all_types().get(name)
+    return kind is not None and key in upstream_options.fields(kind.sources)
+
 
 _create: Any = create_model  # its overloads do not support fields made at run time
 
@@ -68,7 +92,6 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "torch_empty_cache_steps": {"ge": 1, "le": 1e15},
 }
 
-_DEBUG = Literal["underflow_overflow", "tpu_metrics_debug"]
 # Types of keys that the libraries annotate as any string.
 _TYPES: dict[str, Any] = {
     "dataloader_multiprocessing_context": Literal["fork", "forkserver", "spawn"] | None,
@@ -149,7 +172,7 @@ def _adapter_section(name: str) -> type[Adapter]:
         __base__=Adapter,
         type=(Literal[name], ...),
         **fields,
-        **adapter_keys.own_keys(kind),
+        **own_keys(kind),
     )
 
 
@@ -189,7 +212,7 @@ def known_keys() -> dict[str, frozenset[str]]:
         ours
         | {name: frozenset(section.model_fields) for name, section in nested.items()}
         | inner
-        | {f"adapter.{name}": adapter_keys.adapter_keys(name) for name in types}
+        | {f"adapter.{name}": adapter_keys(name) for name in types}
     )
 
 

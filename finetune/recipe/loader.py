@@ -20,7 +20,7 @@ from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
-from finetune.recipe import adapter_keys, adapter_types, build, command_line_overrides, recipe_errors, renames
+from finetune.recipe import adapter_types, build, command_line_overrides, recipe_errors, renames
 from finetune.recipe.renames import meant
 from finetune.recipe.schema import Origin, Recipe
 
@@ -179,9 +179,7 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
             the recipe was written for this type. If an override sets the type, there are no such problems.
     """
     swapped, found = origin.set_by.get("adapter.type") == "override", []
-    for key in [
-        key for key in adapter if key not in adapter_keys.adapter_keys(kind) and build.of_another_type(key)
-    ]:
+    for key in [key for key in adapter if key not in build.adapter_keys(kind) and build.of_another_type(key)]:
         value, name = adapter.pop(key), adapter_types.called(kind, key)
         if name and not swapped:
             found.append(

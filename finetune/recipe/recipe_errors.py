@@ -16,7 +16,6 @@ from finetune.core.errors import Problem, nearest
 from finetune.core.formatting import as_yaml, shortened
 from finetune.core.privacy import masked
 from finetune.recipe import (
-    adapter_keys,
     adapter_rules,
     adapter_types,
     build,
@@ -181,8 +180,13 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
         if every is None and get(key) not in (None, "loss", "eval_loss"):
             fix = "eval.eval_steps: 50" + (" and data.validation_fraction: 0.1" if alone else "")
-            what, why = "this key needs `eval.eval_steps`", "it uses the evaluations during training"
-            problem(key, what, found=as_yaml(get(key)), fix=fix, why=why)
+            problem(
+                key,
+                "this key needs `eval.eval_steps`",
+                found=as_yaml(get(key)),
+                fix=fix,
+                why="it uses the evaluations during training",
+            )
     flat = [key for key in ("data.packing", "data.padding_free") if get(key)]
     excludes = f"this key excludes {' and '.join(f'`{key}: true`' for key in flat)}"
     for key, (harmless, why) in _NOT_CONCATENATED.items():
@@ -231,15 +235,14 @@ def _batch_problem(effective: Any, micro: Any, where: Where) -> list[Problem]:
     if not all(type(n) is int and n > 0 for n in (effective, micro)) or not effective % micro:
         return []
     low, high = effective // micro * micro, (effective // micro + 1) * micro
-    near, fix = f"{low} or {high}" if low else f"{high}", f"effective_batch_size: {high}"
     return [
         Problem(
             f"this value is not a multiple of `per_device_train_batch_size: {micro}`",
             "train.effective_batch_size",
             where=place_of(("train", "effective_batch_size"), where),
             found=f"{effective} sequences",
-            expected=f"{near} sequences",
-            fix=fix,
+            expected=f"{low} or {high} sequences" if low else f"{high} sequences",
+            fix=f"effective_batch_size: {high}",
             code="batch-size",
         )
     ]
@@ -276,9 +279,8 @@ def _problem(
             code="missing-key",
         )
     if broken := next((item for item in items if item["type"] == "value_error"), None):
-        what = str(broken["ctx"]["error"])  # of a rule of ours
         return Problem(
-            what,
+            str(broken["ctx"]["error"]),  # of a rule of ours
             key,
             where=place_of(path, where),
             found=show(value),
@@ -361,11 +363,7 @@ def unknown_key(path: tuple[str, ...], raw: dict[str, Any], where: Where, known:
         what, fix = "this key belongs to another section", f"move it to `{homes[0]}:`"
     elif owner_of(name):
         what, fix = f"`{inner}:` has no such key", _use(owner_of(name))
-    elif (
-        section == "adapter"
-        and len(path) == 2
-        and adapter_keys.is_left_out(str(raw["adapter"].get("type")), name)
-    ):
+    elif section == "adapter" and len(path) == 2 and build.is_left_out(str(raw["adapter"].get("type")), name):
         what, fix = "finetune does not support this key of PEFT", f"remove `{name}`"
     elif homes:
         fix = f"{fix}, or move it to `{homes[0]}:`"

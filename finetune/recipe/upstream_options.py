@@ -194,26 +194,23 @@ def masks_without_positions(family: str) -> bool:
     return any(
         isinstance(call, ast.Call)
         and re.fullmatch(r"create_\w*causal_mask", ast.unparse(call.func))
-        and not _may_give(call, "position_ids", function)
+        and not _may_give_positions(call, function)
         for function in _model_functions(family)
         for call in ast.walk(function)
     )
 
 
-def _may_give(call: ast.Call, name: str, function: ast.FunctionDef) -> bool:
-    """Return whether a call may pass this keyword, directly or through a `**` of unknown content."""
+def _may_give_positions(call: ast.Call, function: ast.FunctionDef) -> bool:
+    """Return whether a call may pass `position_ids`, directly or through a `**` of unknown content."""
     dicts = {
         ast.unparse(node.targets[0]): node.value
         for node in ast.walk(function)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
     }
-    for keyword in call.keywords:
-        spread = dicts.get(ast.unparse(keyword.value))
-        if keyword.arg == name or (
-            keyword.arg is None and (spread is None or f"'{name}'" in ast.unparse(spread))
-        ):
-            return True
-    return False
+    spread = [dicts.get(ast.unparse(keyword.value)) for keyword in call.keywords if keyword.arg is None]
+    return any(keyword.arg == "position_ids" for keyword in call.keywords) or any(
+        one is None or "'position_ids'" in ast.unparse(one) for one in spread
+    )
 
 
 @cache
@@ -259,8 +256,7 @@ def fused_layers(family: str) -> dict[str, FusedLayer]:
     found = dict[str, FusedLayer]()
     for node in classes if functions else ():
         for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
-            package = functions.get(ast.unparse(call.func))
-            if package:
+            if package := functions.get(ast.unparse(call.func)):
                 weights = re.findall(r"\bself\.(\w+)\.weight\b", ast.unparse(call))
                 found[node.name] = FusedLayer(package, frozenset(weights))
     return found

@@ -60,13 +60,12 @@ class Run:
 def read(path: Path) -> Run:
     """Read all available files. `missing` names files that do not exist or cannot be read."""
     if not any(RunFolder(path).file(name).exists() for name in FILES):
-        found, expected = "no file of a run", f"one of {', '.join(FILES)}"
         problem = Problem(
             "the path is not a run folder",
             "",
             str(path),
-            found,
-            expected,
+            "no file of a run",
+            f"one of {', '.join(FILES)}",
             "name the folder that `finetune train` wrote",
             code="run-folder",
         )

@@ -31,9 +31,16 @@ def check_free(output_dir: str | None) -> None:
     """Raise a UserError if the folder is not empty (exit 2)."""
     path = Path(output_dir or "")
     if not can_be_path(str(path)):
-        what, texts = "this name can't be a folder name", {"fix": "train.output_dir: runs/my-run"}
-        texts["why"] = "it is too long, has a NUL character, or is a link to itself"
-        raise UserError(Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path"))
+        raise UserError(
+            Problem(
+                "this name can't be a folder name",
+                "train.output_dir",
+                found=str(path)[:200],
+                fix="train.output_dir: runs/my-run",
+                why="it is too long, has a NUL character, or is a link to itself",
+                code="path",
+            )
+        )
     if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
         return
     held = listed(_entries(path)) if path.is_dir() else "a file"

@@ -224,14 +224,13 @@ def callbacks(
         UserError: the recipe allows skipped steps under DeepSpeed (exit 3).
     """
     if section.skip_nonfinite and deepspeed_zero.used():
-        what, key = "train.skip_nonfinite does not work with DeepSpeed", "train.skip_nonfinite"
         raise UserError(
             Problem(
-                what,
-                key,
+                "train.skip_nonfinite does not work with DeepSpeed",
+                "train.skip_nonfinite",
                 found=str(section.skip_nonfinite),
                 why="DeepSpeed updates the weights before finetune can check",
-                fix=f"{key}: 0",
+                fix="train.skip_nonfinite: 0",
                 code="launch-config",
             ),
             code=Exit.ENVIRONMENT,

@@ -113,11 +113,10 @@ def check_schedule(arguments: Any, steps: int) -> None:
     Raises:
         UserError: the schedule raises an error, or goes above the peak or below 0 (exit 2).
     """
-    from torch import nn, optim
     from transformers.optimization import get_scheduler
     from transformers.trainer_utils import SchedulerType
 
-    stand_in = optim.SGD([nn.Parameter()], lr=arguments.learning_rate)
+    stand_in = torch.optim.SGD([nn.Parameter()], lr=arguments.learning_rate)
     name, kwargs = SchedulerType(arguments.lr_scheduler_type).value, arguments.lr_scheduler_kwargs
     warm_up, stride = arguments.get_warmup_steps(steps), max(1, steps // 1000)
     what = f"the schedule {name} gives learning rates below 0 or above the peak"

@@ -25,7 +25,6 @@ from typing import Any, Literal, cast
 import torch
 from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
-from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 
 from finetune.adapters import initialization
@@ -35,7 +34,6 @@ from finetune.core import progress, safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
-from finetune.data.preparation import Prepared
 from finetune.distributed import collectives, restart_together
 from finetune.evaluation import scoring
 from finetune.hardware import detection
@@ -68,13 +66,13 @@ from finetune.training import (
 )
 from finetune.training.auto_correction import Correction, StartAgain
 from finetune.training.eval_callback import Validate
-from finetune.training.recording import recording
-from finetune.training.run_context import RunContext
+from finetune.training.run_context import RunContext, RunData, recording
 from finetune.training.saving import save
 from finetune.training.stop_condition import Until
 from finetune.training.stopping import Stop
 from finetune.training.trained_model import train
-from finetune.training.trainer_setup import TrainerInputs, build
+from finetune.training.trainer import Trainer
+from finetune.training.trainer_setup import build
 
 Verbosity = Literal["quiet", "normal", "verbose"]
 
@@ -189,43 +187,27 @@ def _run(
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
     run, data = _begin(recipe, where, requested, correction)
     with progress.phase(run.console, "loading the model"):
-        loaded = _load(run, data, where)
+        adapted, plan = _load(run, data, where)
     is_repeated = run.checkpoint is not None or bool(correction.changes)
     with (
         recording(run.console, run.checks, run.folder, run.setup, again=is_repeated),
         trackers.running(data.arguments, run.folder) as tracked,
     ):
         run = replace(run, correction=correction._replace(folder=str(run.folder.path)))
-        loaded = _write_start(run, data, loaded)
-        live, validations = _train(run, data, loaded, stop, requested.callbacks, tracked)
-        del loaded  # the evaluation needs the memory
+        plan = _write_start(run, data, adapted, plan)
+        router = router_loss.count_experts(adapted.config)
+        trainer = build(run, data, adapted, plan, stop, requested.callbacks)
+        tracked.follow(trainer)
+        live = _train(run, data, trainer, stop, router)
+        validations = trainer.validations
+        del adapted, trainer  # the evaluation needs the memory
         _evaluate(run, live, validations)
     return run.folder
 
 
-@dataclass(frozen=True)
-class _RunData:
-    """The data of a run, and how it is divided into optimizer steps."""
-
-    tokenizer: PreTrainedTokenizerBase
-    prepared: Prepared
-    arguments: SFTConfig
-    length: resume_facts.RunLength
-    contract: dict[str, Any]
-    """What must be the same when a checkpoint of this run is resumed."""
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """The model with its adapter and speed options, and the steps that it fits into."""
-
-    adapted: Any
-    plan: batch_setup.StepPlan
-
-
 def _begin(
     recipe: Recipe, where: str | None, requested: _RunOptions, correction: Correction
-) -> tuple[RunContext, _RunData]:
+) -> tuple[RunContext, RunData]:
     """Join the processes, prepare the data and find the checkpoint to resume.
 
     `start_checks.check_start` does the same checks for `--dry-run`, without a run folder.
@@ -254,17 +236,17 @@ def _begin(
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
     if checkpoint:
         checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
-    return run, _RunData(tokenizer, prepared, arguments, length, contract)
+    return run, RunData(tokenizer, prepared, arguments, *length, contract)
 
 
-def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
+def _load(run: RunContext, data: RunData, where: str | None) -> tuple[Any, batch_setup.StepPlan]:
     """Load the model, attach the adapter, apply the speed options, and find the micro-batch size.
 
     Args:
         where: the run folder that rank 0 has locked; `train.output_dir` on the other ranks.
     """
     recipe, setup, train = run.recipe, run.setup, data.prepared.train
-    batch, steps = data.length
+    batch, steps = data.batch, data.steps
     adapted = model_setup.adapted_model(run, data.arguments, train, data.tokenizer, steps)
     flops = apply_to_model.flops_per_token(adapted)
     most, whole = step_work.tokens_of(recipe.data, setup.launch.sharing, batch, data.prepared.report["train"])
@@ -278,25 +260,26 @@ def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
         batch = batch_setup.search_batch(run, adapted, batch, fast, shown)
         batch_setup.put_in_arguments(batch, data.arguments)
     contract = {**data.contract, "base": base}
-    return _Loaded(adapted, batch_setup.StepPlan(steps, batch, fast, flops, contract))
+    return adapted, batch_setup.StepPlan(steps, batch, fast, flops, contract)
 
 
-def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> _Loaded:
+def _write_start(
+    run: RunContext, data: RunData, adapted: Any, plan: batch_setup.StepPlan
+) -> batch_setup.StepPlan:
     """Print the plan of the run, and write its settings into the run folder.
 
     If the initialization of the adapter changed the base model, the initial adapter is written, too.
 
     Returns:
-        `loaded` with the run's choices in the contract of its checkpoints.
+        `plan` with the run's choices in the contract of its checkpoints.
     """
     recipe, setup, folder, reports = run.recipe, run.setup, run.folder, data.prepared.report
-    adapted, plan = loaded.adapted, loaded.plan
     choices = resolved_recipe.choices(run, plan.batch, plan.steps, adapted, plan.choices)
     run.correction.add_run_checks(run.checks)
     contract = resume_contract.with_choices(plan.contract, choices)
-    loaded = replace(loaded, plan=replace(plan, contract=contract))
+    plan = replace(plan, contract=contract)
     if not setup.launch.main:
-        return loaded
+        return plan
     resolved_recipe.write_start(run, choices, reports, adapted, data.arguments)
     repeats = launch_checks.notes_on_repeats(
         recipe.train, data.prepared.rows, plan.batch, setup.launch.data_parallel_size, plan.steps
@@ -306,27 +289,19 @@ def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> _Loaded:
     with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
         initialization.save_initial(adapted, private)
     resume.begin(folder, run.checkpoint, contract, run.console)
-    return loaded
+    return plan
 
 
 def _train(
-    run: RunContext,
-    data: _RunData,
-    loaded: _Loaded,
-    stop: Stop,
-    callbacks: Sequence[TrainerCallback],
-    tracked: trackers.Tracked,
-) -> tuple[verify_saved.Live, Sequence[Validate]]:
-    """Train and save.
+    run: RunContext, data: RunData, trainer: Trainer, stop: Stop, router: dict[str, Any]
+) -> verify_saved.Live:
+    """Train and save. Return what the saved weights are compared with.
 
-    Returns:
-        What the saved weights are compared with, and the evaluations during training.
+    Args:
+        router: the values of the model's config that the Trainer has changed.
     """
-    recipe, setup, folder, adapted = run.recipe, run.setup, run.folder, loaded.adapted
-    router = router_loss.count_experts(adapted.config)
-    inputs = TrainerInputs(adapted, data.arguments, data.prepared.train, data.tokenizer)
-    trainer = build(run, inputs, loaded.plan, stop, callbacks)
-    tracked.follow(trainer)
+    recipe, setup, folder = run.recipe, run.setup, run.folder
+    adapted: Any = trainer.model
     launch_checks.add_launch_checks(trainer, setup.launch, run.checks)
     report = data.prepared.report["train"]
     training_data.add_data_checks(recipe, data.tokenizer, report, run.console, run.checks)
@@ -337,9 +312,9 @@ def _train(
         training_data.add_stream_check(data.prepared, run.console, run.checks)
         live = verify_saved.remember(adapted, data.prepared.train, setup)
         save(adapted, data.tokenizer, folder, folder.staging / "initial", run.console)
-    verify_saved.add_file_checks(folder, live, data.length.steps, run.checks)
+    verify_saved.add_file_checks(folder, live, data.steps, run.checks)
     trainer.accelerator.free_memory()
-    return live, trainer.validations
+    return live
 
 
 def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Validate]) -> None:

@@ -1,19 +1,30 @@
-"""The recipe, machine and folder of a run, which every stage needs."""
+"""The recipe, machine and folder of a run, which every stage needs, and the files that it always leaves."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from finetune.training.auto_correction import NONE
+from finetune.autoconfig.machine_setup import Setup
+from finetune.core.command_lines import command
+from finetune.core.console import Console
+from finetune.core.errors import Stopped, UserError
+from finetune.core.run_checks import RunChecks
+from finetune.core.visible_text import visible
+from finetune.reporting import html_report
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training.auto_correction import NONE, StartAgain
 
 if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
+    from transformers import PreTrainedTokenizerBase
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.autoconfig.batch_size import Batch
     from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-    from finetune.core.console import Console
-    from finetune.core.run_checks import RunChecks
+    from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
     from finetune.training.auto_correction import Correction
 
 
@@ -31,3 +42,56 @@ class RunContext:
     """The checkpoint that the run resumes."""
     correction: Correction = NONE
     """What an earlier start changed, because the first step ran out of memory."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run, and how it is divided into optimizer steps."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    arguments: SFTConfig
+    batch: Batch
+    steps: int
+    """Optimizer steps of the run."""
+    contract: dict[str, Any]
+    """What must be the same when a checkpoint of this run is resumed."""
+
+
+@contextlib.contextmanager
+def recording(
+    screen: Console, checks: RunChecks, folder: RunFolder, setup: Setup, *, again: bool
+) -> Iterator[None]:
+    """Write log.txt from now on, and write checks.json however the run ends.
+
+    Args:
+        again: whether to append to log.txt.
+    """
+    if setup.launch.main:
+        screen.log_to(folder.path / "log.txt", again=again)
+    ended, over = "", True  # the reason, if the run does not finish
+    try:
+        yield
+    except StartAgain:
+        over = False
+        raise
+    except Stopped as stopped:
+        stopped.folder, ended = str(folder.path), str(stopped)
+        if folder.weights.exists():
+            evaluate = command("evaluate", str(folder.path))
+            stopped.args = (f"{ended}; the trained weights are saved; next: {evaluate}",)
+        raise
+    except UserError as error:
+        ended = str(error)
+        raise
+    except Exception as error:  # any error, so that the report can tell a crash from a running run
+        ended = visible(f"error: {type(error).__name__}: {error}")
+        raise
+    finally:
+        # On a full disk nothing can be written, and the error is being raised already.
+        with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
+            if ended:
+                screen.log(*ended.split("\n"))
+            if setup.launch.main and over:
+                folder.write("checks.json", checks.as_json())
+                html_report.after(folder.path, screen)

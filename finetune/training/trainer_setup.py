@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.adapters import adalora
 from finetune.checkpointing.checkpoints import Writer
@@ -23,29 +22,19 @@ from finetune.training.trainer_parts import TrainerParts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from datasets import Dataset
+    from peft import PeftModel
     from torch import nn
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
-    from trl.trainer.sft_config import SFTConfig
+    from transformers import PreTrainedModel, TrainerCallback
 
     from finetune.recipe.schema import Speed
-    from finetune.training.run_context import RunContext
+    from finetune.training.run_context import RunContext, RunData
     from finetune.training.stopping import Stop
-
-
-@dataclass(frozen=True)
-class TrainerInputs:
-    """The model and the data of the Trainer."""
-
-    adapted: Any
-    arguments: SFTConfig
-    dataset: Dataset
-    tokenizer: PreTrainedTokenizerBase
 
 
 def build(
     run: RunContext,
-    inputs: TrainerInputs,
+    data: RunData,
+    adapted: PreTrainedModel | PeftModel,
     plan: batch_setup.StepPlan,
     stop: Stop,
     callbacks: Sequence[TrainerCallback],
@@ -56,11 +45,11 @@ def build(
         stop: ends the run before its last step.
         callbacks: callbacks of the caller.
     """
-    recipe, setup, checks, adapted = run.recipe, run.setup, run.checks, inputs.adapted
+    recipe, setup, checks, dataset = run.recipe, run.setup, run.checks, data.prepared.train
     loss = lm_head_loss.HeadLoss(
         plan.choices["speed.loss"].value, compiled=plan.choices["speed.compile"].value == "on"
     )
-    optimizer = optimizers.choose(inputs.arguments, adapted, recipe.adapter, recipe.speed)
+    optimizer = optimizers.choose(data.arguments, adapted, recipe.adapter, recipe.speed)
     micro_batches = batch_setup.micro_batches(run, plan.batch, plan.choices)
     expected = first_step_checks.Planned(
         plan.steps, plan.batch.effective, loss, optimizer, micro_batches,
@@ -70,7 +59,7 @@ def build(
     metrics = step_metrics.Metrics(
         run.folder, run.console, setup, batch=plan.batch.effective, flops_per_token=plan.flops_per_token
     )
-    validations = eval_callback.validation_callbacks(recipe, inputs.tokenizer, adapted, metrics)
+    validations = eval_callback.validation_callbacks(recipe, data.tokenizer, adapted, metrics)
     writer = Writer(run.folder.checkpoints, recipe.train.save_total_limit)
     schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
     unusable = nan_detection.callbacks(
@@ -96,10 +85,10 @@ def build(
         in_checkpoints=(schedule, micro_batches, metrics, *unusable, *validations),
         corrector=None if run.checkpoint else batch_setup.corrector(run, adapted, plan.batch, plan.choices),
         regularizer=adalora.regularizer(adapted, recipe.adapter.ours("orth_reg_every") or 1),
-        fixed_shape=batch_setup.fixed_shape(recipe.data, inputs.dataset, plan.batch, plan.choices),
+        fixed_shape=batch_setup.fixed_shape(recipe.data, dataset, plan.batch, plan.choices),
         loader_timeout=recipe.train.dataloader_timeout,
     )
-    return Trainer(adapted, inputs.arguments, inputs.dataset, inputs.tokenizer, parts)
+    return Trainer(adapted, data.arguments, dataset, data.tokenizer, parts)
 
 
 def step_callbacks(speed: Speed, adapted: nn.Module) -> list[TrainerCallback]:

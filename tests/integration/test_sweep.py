@@ -28,7 +28,7 @@ from finetune.core.errors import Exit, UserError
 from finetune.experiments.runner import worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep import study as sweep_study
-from finetune.experiments.sweep.sweep_request import SweepRequest
+from finetune.experiments.sweep.search_space_checks import SweepRequest
 from finetune.recipe import loader
 from support import tables
 from support.paths import QUICKSTART, ROOT
@@ -382,7 +382,7 @@ def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> Non
     saves += "(here / 'pid').write_text(str(os.getpid()))\n(here / 'runs').touch()\ntime.sleep(60)"
     code = "import argparse, pathlib, subprocess, sys; from finetune.cli import main\n"
     code += "from finetune.experiments.sweep import study\n"
-    code += "from finetune.experiments.sweep.sweep_request import SweepRequest\n"
+    code += "from finetune.experiments.sweep.search_space_checks import SweepRequest\n"
     code += f"sys.executable = {str(tmp_path / 'python')!r}\n"
     code += f"folder = pathlib.Path({str(tmp_path)!r})\n"
     code += "asked = SweepRequest('a.yaml', [], pathlib.Path('s'), folder, 1, None, '')\n"

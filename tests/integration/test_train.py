@@ -26,7 +26,7 @@ from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import activation_offload, apply_to_model
-from finetune.training import pipeline, recording, saved_evaluation, saving
+from finetune.training import pipeline, run_context, saved_evaluation, saving
 from support import two_ranks
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import metrics, run_checks
@@ -341,9 +341,9 @@ def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow, as on a full disk
     try:
-        with pytest.raises(UserError, match="no checkpoint"), recording.recording(*given, again=False):
+        with pytest.raises(UserError, match="no checkpoint"), run_context.recording(*given, again=False):
             raise UserError(Problem("no checkpoint"))
-        with pytest.raises(OSError, match="File too large"), recording.recording(*given, again=False):
+        with pytest.raises(OSError, match="File too large"), run_context.recording(*given, again=False):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from finetune.core.errors import UserError
 from finetune.models import architecture, module_lists
-from finetune.recipe import adapter_keys, adapter_types, loader
+from finetune.recipe import adapter_types, build, loader
 from support.adapter_cells import refused_by_check, why_not_trained
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def cases(*, slow: bool) -> list[Case]:
         for name in offered
         if slow or name not in SLOW
         if not adapter_types.find(name).storage
-        for key in sorted(adapter_keys.adapter_keys(name) - {"type", "init_from"})
+        for key in sorted(build.adapter_keys(name) - {"type", "init_from"})
         for value in VALUES
     ]
 

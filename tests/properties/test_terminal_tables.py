@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from finetune.core import terminal_tables
+from finetune.core import console
 
 WORD = st.text("abcdefgh0123456789.:-", min_size=1, max_size=24)
 CELL = st.lists(WORD, max_size=8).map(" ".join)
@@ -27,7 +27,7 @@ def test_render_fits_the_width_and_breaks_no_word(
 ) -> None:
     columns, rows = table
     text = io.StringIO()
-    Console(file=text, width=width).print(terminal_tables.render(columns, rows, width), markup=False)
+    Console(file=text, width=width).print(console.render_table(columns, rows, width), markup=False)
     lines = text.getvalue().splitlines()
     assert max((len(line.rstrip()) for line in lines), default=0) <= width
     printed = [word for line in lines for word in line.split()]
@@ -40,12 +40,12 @@ def test_render_lists_the_rows_of_a_table_that_does_not_fit() -> None:
     columns = ["optimization", *(f"column-{number}" for number in range(12))]
     text = io.StringIO()
     rows = [["packing", "1.25", *[""] * 10, "2.5"]]
-    Console(file=text, width=60).print(terminal_tables.render(columns, rows, 60))
+    Console(file=text, width=60).print(console.render_table(columns, rows, 60))
     lines = [line.split() for line in text.getvalue().splitlines()]
     assert lines == [["packing"], ["column-0", "1.25"], ["column-11", "2.5"]]
 
 
 def test_render_folds_a_word_that_no_column_can_hold() -> None:
     text = io.StringIO()
-    Console(file=text, width=20).print(terminal_tables.render(("", ""), [("folder", "x" * 50)], 20))
+    Console(file=text, width=20).print(console.render_table(("", ""), [("folder", "x" * 50)], 20))
     assert "".join(text.getvalue().split()) == "folder" + "x" * 50

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from finetune.core import console, terminal_tables
+from finetune.core import console
 from finetune.core.console import Console
 
 WIDTHS = (80, 120)
@@ -41,7 +41,7 @@ def assert_tables_fit(show: Callable[[], Any], count: int = 1) -> None:
 
 def _assert_fits(show: Callable[[], None], *, figures: bool) -> None:
     words = {word for line in _lines(show, _WIDER) for word in line.split()}
-    paths = [word for word in words if len(word) > terminal_tables.FOLDED]
+    paths = [word for word in words if len(word) > console.FOLDED]
     for width in WIDTHS:
         lines = _lines(show, width)
         assert [line for line in lines if len(line) > width] == []

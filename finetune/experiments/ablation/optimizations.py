@@ -321,36 +321,32 @@ def _order_problems(file: AblationFile) -> list[Problem]:
         here = ("optimizations", str(index))
         for number, below in enumerate(optimization.on):
             if below not in known:
-                fix = nearest(below, known) or "name an optimization that is earlier in the file"
-                at = file.place(*here, "on", str(number))
                 problems.append(
                     Problem(
                         f"`on` of the optimization {optimization.name} names no earlier optimization",
-                        where=at,
+                        where=file.place(*here, "on", str(number)),
                         found=below,
-                        fix=fix,
+                        fix=nearest(below, known) or "name an optimization that is earlier in the file",
                         why="an optimization can stand only on a measured one",
                         code="ablation-file",
                     )
                 )
         if optimization.name in known:
-            at = file.place(*here, "name")
             problems.append(
                 Problem(
                     "two optimizations have the same name",
-                    where=at,
+                    where=file.place(*here, "name"),
                     found=optimization.name,
                     fix="rename one of them",
                     code="ablation-file",
                 )
             )
         if optimization.kind in TAKEN:
-            at = file.place(*here, "kind")
             problems.append(
                 Problem(
                     "this name is reserved",
                     "kind",
-                    where=at,
+                    where=file.place(*here, "kind"),
                     found=optimization.kind,
                     fix=f"kind: {optimization.kind}_2",
                     why="finetune stores other results under it",

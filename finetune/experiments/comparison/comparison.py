@@ -185,12 +185,19 @@ def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
     for text in adapters:
         name, at, stated = text.partition("@")
         if name not in offered:
-            fix, why = nearest(name, offered) or "--adapters lora,dora", ""
-            what = "finetune does not have this adapter type"
-            if name in types:
-                what, why = "finetune can't train this adapter type", types[name].refused
-            texts = {"found": repr(name), "fix": fix, "why": why, "code": "adapter-type"}
-            problems.append(Problem(what, where="--adapters", **texts))
+            known = types.get(name)
+            problems.append(
+                Problem(
+                    "finetune can't train this adapter type"
+                    if known
+                    else "finetune does not have this adapter type",
+                    where="--adapters",
+                    found=repr(name),
+                    fix=nearest(name, offered) or "--adapters lora,dora",
+                    why=known.refused if known else "",
+                    code="adapter-type",
+                )
+            )
         elif name in [entrant.type for entrant in found]:
             problems.append(
                 Problem(
@@ -205,9 +212,15 @@ def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
             try:
                 found.append(Entrant(name, float(stated), "--adapters"))
             except ValueError:
-                what, texts = "the learning rate is not a number", {"code": "value-type"}
-                texts |= {"found": text, "fix": f"{name}@1e-3"}
-                problems.append(Problem(what, where="--adapters", **texts))
+                problems.append(
+                    Problem(
+                        "the learning rate is not a number",
+                        where="--adapters",
+                        found=text,
+                        fix=f"{name}@1e-3",
+                        code="value-type",
+                    )
+                )
         else:
             found.append(
                 Entrant(name, *adapter_types.rate_for(name, own.adapter.type, own.train.learning_rate))

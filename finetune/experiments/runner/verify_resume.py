@@ -68,7 +68,10 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     folder = Path(tempfile.mkdtemp(prefix="finetune-proof-"))
     with progress.phase(screen, "verify-resume", parts=2):
         parts, last, shorter = _both_runs(recipe, command, screen, folder)
-    rows = [(p.name, f"{p.tensors}", f"{p.values}", _verdict(p)) for p in parts]
+    rows = [
+        (p.name, f"{p.tensors}", f"{p.values}", f"{len(p.differing)} differ" if p.differing else "equal")
+        for p in parts
+    ]
     columns = ("part of the checkpoint", "tensors", "other values", "result")
     screen.table("resumed run and run without a stop", columns, rows)
     own = [text for text in shorter if text not in ALWAYS]
@@ -228,7 +231,3 @@ def failed(what: str, words: list[str], code: int, text: str) -> UserError:
         Problem(what, found=head, fix=command_lines.command(*words), more="\n".join(more), code="run-check"),
         code=Exit.of(code),
     )
-
-
-def _verdict(part: Part) -> str:
-    return f"{len(part.differing)} differ" if part.differing else "equal"

@@ -430,15 +430,10 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}
 
 
-def steps_of(recipe: Recipe, rows: int | None) -> int:
-    """Return the number of optimizer steps of a trial in one process."""
-    return count_steps(recipe.train, rows, split_batch(recipe.train, 1), 1)
-
-
 def every(recipe: Recipe, search: Search, rows: int | None) -> int:
     """Return the number of steps between two evaluations of a trial."""
     stated = recipe.eval.eval_steps
     if isinstance(stated, int):
         return stated
-    steps = steps_of(recipe, rows)
+    steps = count_steps(recipe.train, rows, split_batch(recipe.train, 1), 1)
     return steps_between(stated, steps) if stated else -(-steps // search.evaluations)

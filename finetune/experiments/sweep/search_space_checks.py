@@ -8,6 +8,7 @@ import multiprocessing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.core.console import quieten_libraries
@@ -22,11 +23,25 @@ from finetune.experiments.sweep.search_space import (
     own_value,
     parse,
 )
-from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import build, loader
 from finetune.recipe.schema import Recipe
 from finetune.training import load_data
+
+
+class SweepRequest(NamedTuple):
+    """The arguments of a sweep."""
+
+    path: str
+    overrides: list[str]
+    space: Path
+    folder: Path
+    trials: int | None
+    seconds: float | None
+    """Time limit of this process. `None` means no limit."""
+    url: str
+    accelerate: str | None = None
+    final: bool = False
 
 
 class Looked(NamedTuple):

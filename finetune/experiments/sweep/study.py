@@ -31,7 +31,7 @@ from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, Stopped, UserError, in_one_line
 from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
-from finetune.experiments.sweep.sweep_request import SweepRequest
+from finetune.experiments.sweep.search_space_checks import SweepRequest
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import lock
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from finetune.core.console import Console
     from finetune.experiments.sweep.search_space import Parameter, Space
-    from finetune.experiments.sweep.sweep_request import SweepRequest
+    from finetune.experiments.sweep.search_space_checks import SweepRequest
     from finetune.recipe.schema import Recipe
 
 PAGE = Path(__file__).with_name("sweep.html.jinja")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.core.errors import Exit, UserError
-from finetune.export import exporting, merging
+from finetune.export import merging
 from finetune.run_folder.run_folder import RunFolder
 
 
@@ -17,7 +17,7 @@ def test_two_exports_at_once_end_with_a_message_and_the_first_files(tmp_path: Pa
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(text)
     with pytest.raises(UserError, match="Directory not empty") as raised:
-        exporting.publish(staged, target, RunFolder(tmp_path), {})
+        merging.publish(staged, target, RunFolder(tmp_path), {}, "export.json")
     assert raised.value.code == Exit.INPUT
     assert (target / "config.json").read_text() == "first"
 

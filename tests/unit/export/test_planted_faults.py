@@ -21,7 +21,7 @@ from support.soak import soak_except
 
 gguf: Any = pytest.importorskip("gguf", reason="needs the package gguf (the extra `export`)")
 
-from finetune.export import gguf_export, gguf_families, gguf_file, gguf_tensors  # noqa: E402 (after importorskip)
+from finetune.export import gguf_export, gguf_families, gguf_file  # noqa: E402 (after importorskip)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ def written(job: ExportJob, folder: Path, change: Callable[[dict[str, Any]], Non
     family = gguf_families.family_of(config)
     folder.mkdir(exist_ok=True)
     with gguf_file.opened(job.source) as source:
-        tensors = gguf_tensors.plan(list(source.files), config, family)
+        tensors = gguf_export.plan_tensors(list(source.files), config, family)
         entries = gguf_export.entries_of(job, family, gguf_export.rows_of(tensors, source))
         if change:
             change(entries)
@@ -67,7 +67,7 @@ def check(path: Path, job: ExportJob) -> None:
     config: Any = job.config.get_text_config()
     family = gguf_families.family_of(config)
     with gguf_file.opened(job.source) as source:
-        tensors = gguf_tensors.plan(list(source.files), config, family)
+        tensors = gguf_export.plan_tensors(list(source.files), config, family)
         entries = gguf_export.entries_of(job, family, gguf_export.rows_of(tensors, source))
         entries["general.file_type"] = gguf_export.file_type(job.quantize)
         gguf_export.check_file(path, entries, tensors, source, job.quantize)
@@ -197,7 +197,7 @@ def test_check_catches_missing_embeddings_of_added_tokens(job: Any, tmp_path: Pa
     folder = tmp_path / "out"
     folder.mkdir()
     with gguf_file.opened(wrong.source) as source:
-        tensors = gguf_tensors.plan(list(source.files), config, family)
+        tensors = gguf_export.plan_tensors(list(source.files), config, family)
         entries = gguf_export.entries_of(right, family, config.vocab_size)
         gguf_file.write(folder / "tiny.gguf", entries, tensors, source, "f16")
     assert "token_embd" in caught(folder / "tiny.gguf", right)
@@ -207,7 +207,7 @@ def test_check_catches_queries_and_keys_that_are_not_in_pairs(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(gguf_tensors, "in_pairs", lambda weight, heads: weight)
+        patched.setattr(gguf_export, "in_pairs", lambda weight, heads: weight)
         path = written(job("llama_tied"), tmp_path / "out")
     assert "attn_q" in caught(path, job("llama_tied"))
     with pytest.raises(UserError, match="answers differently"):
@@ -221,7 +221,7 @@ def test_check_catches_a_tied_head_that_is_written_twice(job: Any, tmp_path: Pat
     folder = tmp_path / "out"
     folder.mkdir()
     with gguf_file.opened(right.source) as source:
-        tensors = gguf_tensors.plan(list(source.files), config, family)
+        tensors = gguf_export.plan_tensors(list(source.files), config, family)
         (head,) = (tensor for tensor in tensors if tensor.name == "token_embd.weight")
         entries = gguf_export.entries_of(right, family, config.vocab_size)
         both = [*tensors, head._replace(name="output.weight")]

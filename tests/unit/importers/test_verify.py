@@ -16,7 +16,7 @@ from finetune.core.errors import UserError
 from finetune.data import chat_templates
 from finetune.data.chat_texts import render_chat
 from finetune.data.examples import Example, Row
-from finetune.importers import installed_tools, llamafactory, prompt_formats, reading, recipe_text, verify
+from finetune.importers import llamafactory, prompt_formats, reading, recipe_text, verify
 from finetune.importers.prompt_formats import NotCompared
 from finetune.recipe import loader
 from support.paths import DATA, MODEL
@@ -231,5 +231,5 @@ def same_as_its_own_code(
         found = verified(tmp_path / name, given, rows)
         assert ("own implementation" in found.by) is (name == "own")
         lines.append(found.lines()[1:])
-        monkeypatch.setattr(installed_tools, "reader_of", lambda *_: None)
+        monkeypatch.setattr(verify, "reader_of", lambda *_: None)
     assert lines[0] == lines[1]
