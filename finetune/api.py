@@ -16,10 +16,10 @@ from finetune.core.argument_types import (
     check_gpus,
     check_items,
     check_overrides,
+    check_recipe,
     check_types,
     wrong_values,
 )
-from finetune.core.errors import Problem, UserError
 from finetune.core.library_calls import library_call
 from finetune.recipe import loader
 from finetune.recipe.schema import Model, Quantization, Recipe
@@ -78,7 +78,7 @@ def check(recipe: Recipe) -> list[str]:
     """
     from finetune.preflight import checker
 
-    _check_recipe(recipe)
+    check_recipe(recipe, Recipe)
     return checker.check(recipe)
 
 
@@ -87,7 +87,7 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     """Estimate memory, time and cost on `gpus` GPUs of a type such as "h100", or on this machine."""
     from finetune.planning import planner
 
-    _check_recipe(recipe)
+    check_recipe(recipe, Recipe)
     check_types(gpu=(gpu, _TEXT), gpus=(gpus, (int, NoneType)))
     check_gpus(gpus)
     return planner.make_for(recipe, gpu, gpus)
@@ -151,7 +151,7 @@ def train(
     from finetune.preflight import checker
     from finetune.training import pipeline
 
-    _check_recipe(recipe)
+    check_recipe(recipe, Recipe)
     check_types(callbacks=(callbacks, (list, tuple)))
     check_types(resume=(resume, _TEXT), quiet=(quiet, (bool,)))
     check_items("callbacks", callbacks, TrainerCallback)
@@ -251,19 +251,6 @@ def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bo
     check_overrides(overrides)
     check_types(dry_run=(dry_run, (bool,)))
     return publishing.run(_path(run), overrides=overrides, dry_run=dry_run)
-
-
-def _check_recipe(recipe: object) -> None:
-    """Refuse what is no recipe, or a recipe that `load_recipe` did not check (exit 2)."""
-    check_types(recipe=(recipe, (Recipe,)))
-    if getattr(recipe, "_origin", None) is None:
-        raise UserError(
-            Problem(
-                "the recipe was not read from a file, so finetune has not checked it",
-                fix="write its values to a file, and call `finetune.load_recipe(FILE)`",
-                code="value-type",
-            )
-        )
 
 
 def _path(run: Run | str | Path) -> str | Path:

@@ -46,6 +46,19 @@ def check_types(**given: tuple[object, tuple[type, ...]]) -> None:
         raise UserError(*problems)
 
 
+def check_recipe(recipe: object, kind: type) -> None:
+    """Refuse what is no recipe, or a recipe that `load_recipe` did not read and check (exit 2)."""
+    check_types(recipe=(recipe, (kind,)))
+    if getattr(recipe, "_origin", None) is None:
+        raise UserError(
+            Problem(
+                "the recipe was not read from a file, so finetune has not checked it",
+                fix="write its values to a file, and call `finetune.load_recipe(FILE)`",
+                code="value-type",
+            )
+        )
+
+
 def check_overrides(overrides: object) -> None:
     """Refuse overrides that are no list of texts, such as one text alone (exit 2)."""
     if isinstance(overrides, list | tuple):
