@@ -168,15 +168,16 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
     split = launch.splitter == "FSDP" and not _OF_TORCHAO.fullmatch(optim)
     if split and _OF_BITSANDBYTES.search(optim):  # under ZeRO it gets plain tensors
         low = "adamw_torch_8bit" if LOW_BITS.search(optim) else train_rules.DEFAULT
-        problem = Problem(
-            f"{optim} does not work with FSDP",
-            "train.optim",
-            found=optim,
-            why="bitsandbytes' kernels need whole tensors",
-            fix=f"set `train.optim: {low}`, or use accelerate_configs/ddp_8.yaml",
-            code="launch-config",
+        problems.append(
+            Problem(
+                f"{optim} does not work with FSDP",
+                "train.optim",
+                found=optim,
+                why="bitsandbytes' kernels need whole tensors",
+                fix=f"set `train.optim: {low}`, or use accelerate_configs/ddp_8.yaml",
+                code="launch-config",
+            )
         )
-        problems.append(problem)
     if "paged" in optim and cpu:
         problems.append(
             Problem(

@@ -288,8 +288,9 @@ def _changed_file(error: Exception, doing: str) -> UserError | None:
         "another program may have deleted or replaced the file",
     )
     fix = "restore the file from a copy, let no other program change it, and run the command again"
-    problem = Problem(what, at.key, where, found, fix=at.fix or fix, why=why, code="path")
-    return UserError(problem, code=at.code)
+    return UserError(
+        Problem(what, at.key, where, found, fix=at.fix or fix, why=why, code="path"), code=at.code
+    )
 
 
 def _rust_errno(error: Exception) -> int:

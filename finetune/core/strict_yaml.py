@@ -235,31 +235,33 @@ def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str)
         where = _mark(source, event)
         name = event.value if isinstance(event, yaml.ScalarEvent) else None
         if name is None:
-            problem = Problem(
-                "a list or a mapping can't be a key",
-                ".".join(path),
-                where=where,
-                found="a list" if isinstance(event, yaml.SequenceStartEvent) else "a mapping",
-                expected="a word",
-                fix='write a word, or put the key in quotes: "[a, b]": 1',
-                why="keys of recipes are strings",
-                code="yaml-syntax",
+            document.problems.append(
+                Problem(
+                    "a list or a mapping can't be a key",
+                    ".".join(path),
+                    where=where,
+                    found="a list" if isinstance(event, yaml.SequenceStartEvent) else "a mapping",
+                    expected="a word",
+                    fix='write a word, or put the key in quotes: "[a, b]": 1',
+                    why="keys of recipes are strings",
+                    code="yaml-syntax",
+                )
             )
-            document.problems.append(problem)
             name = str(_node(events, event, (*path, "?"), document, source))
         here = (*path, name)
         if name in items:
             first = document.where[here]
-            problem = Problem(
-                TWICE,
-                ".".join(here),
-                where=where,
-                found=f"first at {first}",
-                fix="remove one of the two lines",
-                why=ONE_VALUE,
-                code="yaml-syntax",
+            document.problems.append(
+                Problem(
+                    TWICE,
+                    ".".join(here),
+                    where=where,
+                    found=f"first at {first}",
+                    fix="remove one of the two lines",
+                    why=ONE_VALUE,
+                    code="yaml-syntax",
+                )
             )
-            document.problems.append(problem)
         document.where[here] = where
         items[name] = _node(events, next(events), here, document, source)
     return items

@@ -425,14 +425,12 @@ class Audit:
 
         If the model's positions are the limit, raising `data.max_length` does not help.
         """
-        if not self.report.positions:
-            longer = f"data.max_length: {self.report.longest}, or {REMEDIES['too_long']}"
-            return {**REMEDIES, "too_long": longer}
-        longest = self.report.longest
-        longer = (
-            f"data.too_long: truncate_prompt (for plain text: split), or use a model with {longest} positions"
-        )
-        return {**REMEDIES, "too_long": longer}
+        longest, cut = self.report.longest, REMEDIES["too_long"]
+        longer = f"{cut}, or use a model with {longest} positions"
+        return {
+            **REMEDIES,
+            "too_long": longer if self.report.positions else f"data.max_length: {longest}, or {cut}",
+        }
 
     def _too_long(self, data: Data) -> Problem:
         report = self.report

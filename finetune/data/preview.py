@@ -319,19 +319,20 @@ def write_html(
     rows = [documents(tokenizer, row) for row in chosen(prepared, count)]
     page = html_pages.templates(Path(__file__).parent)
     page.filters |= {"visible": visible, "cut": cut, "share": share}
-    given = {
-        "title": Path(recipe_name).stem,
-        "recipe": recipe_name,
-        "max_length": max_length,
-        "report": report,
-        "facts": facts(prepared),
-        "remarks": remarks(prepared.report),
-        "mix": mix(report),
-        "fills": _fills(prepared),
-    }
-    weighted = any(piece.weight for row in rows for document in row for piece in document.pieces)
-    given |= {"rows": rows, "extent": _extent(prepared, len(rows)), "weighted": weighted}
-    safe_files.write_text(path.parent, path.name, page.get_template("preview.html.jinja").render(given))
+    text = page.get_template("preview.html.jinja").render(
+        title=Path(recipe_name).stem,
+        recipe=recipe_name,
+        max_length=max_length,
+        report=report,
+        facts=facts(prepared),
+        remarks=remarks(prepared.report),
+        mix=mix(report),
+        fills=_fills(prepared),
+        rows=rows,
+        extent=_extent(prepared, len(rows)),
+        weighted=any(piece.weight for row in rows for document in row for piece in document.pieces),
+    )
+    safe_files.write_text(path.parent, path.name, text)
 
 
 def _fills(prepared: Prepared) -> list[float]:

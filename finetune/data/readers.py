@@ -181,13 +181,12 @@ def _csv(path: Path, limits: Limits) -> Rows:
                 if len(fields) == len(names):
                     yield Row(dict(zip(names, fields, strict=True)), where)
                 elif fields:
-                    expected, found = f"{len(names)} fields", str(len(fields))
                     yield BadRow(
                         "unreadable",
                         "the line has another number of fields than the header",
                         where,
-                        expected=expected,
-                        found=f"{found} field{'s' * (len(fields) != 1)}",
+                        expected=f"{len(names)} fields",
+                        found=f"{len(fields)} field{'s' * (len(fields) != 1)}",
                         fix=QUOTES,
                     )
         except UnicodeDecodeError:

@@ -86,17 +86,16 @@ def check_of_the_hub(data: Data) -> None:
             }
             wrong += [("data.name", f"{key}: {value} of {item.name}") for key, value in more.items() if value]
     if wrong:
-        what, code = "this key is only for a dataset on the Hub", "recipe-conflict"
-        or_folder = " or a split of a folder"
-        fix = "remove `{}`"
+        or_folder, fix = " or a split of a folder", "remove `{}`"
         raise UserError(
             *(
                 Problem(
-                    what + or_folder * (key.endswith("split") or found.startswith("split:")),
+                    "this key is only for a dataset on the Hub"
+                    + or_folder * (key.endswith("split") or found.startswith("split:")),
                     key,
                     found=found,
-                    fix=fix.format(key.rpartition(".")[2] if key != "data.name" else found.partition(":")[0]),
-                    code=code,
+                    fix=fix.format(found.partition(":")[0] if key == "data.name" else key.rpartition(".")[2]),
+                    code="recipe-conflict",
                 )
                 for key, found in wrong
             )
@@ -348,13 +347,12 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
         matches = match_paths(os.path.expanduser(name), Path(), key)
     missing = [entry for entry in matches if not os.path.exists(entry)]
     if missing or not matches:
-        what, found = f"the file {name} does not exist", f"looked in {Path.cwd()} and in the recipe's folder"
         near = similar_files(path)
         raise UserError(
             Problem(
-                what,
+                f"the file {name} does not exist",
                 key,
-                found=found,
+                found=f"looked in {Path.cwd()} and in the recipe's folder",
                 fix=f"{key}: {near}" if near else "correct the path; it starts at one of these folders",
                 code="data-not-found",
             )
@@ -394,14 +392,12 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
 def _nothing_to_read(folder: Path, key: str) -> Problem:
     below = islice(folder.rglob("*"), LOOKED_AT) if folder.is_dir() else ()
     others = [path.name for path in sorted(below) if os.path.isfile(path)]
-    fix = next((fix for name in others if (fix := hints.file(Path(name).suffix))), "")
-    what, found = f"the folder {folder} has no data file", ", ".join(others[:MAX_SHOWN])
     return Problem(
-        what,
+        f"the folder {folder} has no data file",
         key,
-        found=found or "an empty folder",
+        found=", ".join(others[:MAX_SHOWN]) or "an empty folder",
         expected=", ".join(READERS),
-        fix=fix,
+        fix=next((fix for name in others if (fix := hints.file(Path(name).suffix))), ""),
         code="data-not-found",
     )
 

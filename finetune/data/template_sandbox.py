@@ -400,8 +400,9 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
             "messages": upstream_private.with_reasoning_fields(upstream, messages),
             "tools": tools,
             "documents": None,
+            "add_generation_prompt": prompt,
+            **options,
         }
-        given |= {"add_generation_prompt": prompt, **options}
         with _limited_time():
             text, spans = _with_marks(template, given) if marks else (template.render(given), [])
         _check_text(text)

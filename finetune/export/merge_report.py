@@ -15,8 +15,11 @@ def show(screen: Console, report: dict[str, Any]) -> None:
     """Print the result, the verification and the next command."""
     rows, figures, path = report["rows"], report["against_tuned"], report["path"]
     before = f" (was {amount(report['bytes_before'] / 1e6)} MB)" if "bytes_before" in report else ""
-    lines = [("weights", f"{report.get('storage', report['dtype'])}"), ("folder", path)]
-    lines += [("size", f"{amount(report['bytes'] / 1e6)} MB{before}")]
+    lines = [
+        ("weights", f"{report.get('storage', report['dtype'])}"),
+        ("folder", path),
+        ("size", f"{amount(report['bytes'] / 1e6)} MB{before}"),
+    ]
     if "trained_for" in report:
         wanted = "quantized" if report["quantized"] else "not quantized: see --quantize"
         lines += [("trained for", f"{report['trained_for']} ({wanted})")]

@@ -224,11 +224,13 @@ def located(folder: RunFolder, staged: Path, target: Path) -> Iterator[None]:
         ]
         raise UserError(*problems, code=error.code) from error
     except torch.OutOfMemoryError as error:
-        problem = Problem(
-            "the GPU has too little memory for the merge",
-            found=first_line(error),
-            fix=f"ACCELERATE_USE_CPU=true {command_lines.command('merge', str(folder.path))}",
-            why="a merge needs the weights in fp32",
-            code="out-of-memory",
-        )
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        raise UserError(
+            Problem(
+                "the GPU has too little memory for the merge",
+                found=first_line(error),
+                fix=f"ACCELERATE_USE_CPU=true {command_lines.command('merge', str(folder.path))}",
+                why="a merge needs the weights in fp32",
+                code="out-of-memory",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error

@@ -80,23 +80,25 @@ def check_name(repo: str, key: str = "publish.repo") -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        problem = Problem(
-            "this text can't be the name of a repository",
-            key,
-            found=repo,
-            expected="organization/name or name, with at most 96 letters, digits, - _ and .",
-            fix="name a repository such as my-organization/my-model",
-            code="publish-target",
-        )
-        raise UserError(problem) from error
+        raise UserError(
+            Problem(
+                "this text can't be the name of a repository",
+                key,
+                found=repo,
+                expected="organization/name or name, with at most 96 letters, digits, - _ and .",
+                fix="name a repository such as my-organization/my-model",
+                code="publish-target",
+            )
+        ) from error
 
 
 def token() -> str:
     """Return the token of the environment or of `hf auth login` (exit 3 without one)."""
     found = any_token()
     if not found:
-        problem = Problem("finetune has no token for the Hub", fix=NO_TOKEN, code="hub")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(
+            Problem("finetune has no token for the Hub", fix=NO_TOKEN, code="hub"), code=Exit.ENVIRONMENT
+        )
     return found
 
 
@@ -172,15 +174,17 @@ def _check_role(me: dict[str, Any], repo: str) -> None:
             for scope in scopes
         )
     if not may:
-        problem = Problem(
-            "the token has no write access",
-            "publish.repo",
-            repo,
-            f"a {role} token of {me.get('name')}",
-            fix=REMEDIES[403],
-            code="hub",
+        raise UserError(
+            Problem(
+                "the token has no write access",
+                "publish.repo",
+                repo,
+                f"a {role} token of {me.get('name')}",
+                fix=REMEDIES[403],
+                code="hub",
+            ),
+            code=Exit.ENVIRONMENT,
         )
-        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def listing(api: HfApi, repo: str, commit: str | None) -> dict[str, Listed]:
@@ -232,16 +236,17 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
                 return Pushed(head, list(sent), there)
             clash = {"adapter_config.json", "config.json", "model.safetensors"} & there.keys() - files.keys()
             if clash:
-                problem = Problem(
-                    "the repository holds other weights",
-                    "publish.repo",
-                    repo,
-                    ", ".join(sorted(clash)),
-                    fix="name another --repo",
-                    why="libraries would load them in place of yours",
-                    code="publish-target",
+                raise UserError(
+                    Problem(
+                        "the repository holds other weights",
+                        "publish.repo",
+                        repo,
+                        ", ".join(sorted(clash)),
+                        fix="name another --repo",
+                        why="libraries would load them in place of yours",
+                        code="publish-target",
+                    )
                 )
-                raise UserError(problem)
             sent |= dict.fromkeys(missing)
             if "README.md" in missing:  # an invalid card is an error before gigabytes are sent
                 patiently(ModelCard.load(files["README.md"]).validate)

@@ -212,14 +212,13 @@ def check(model: Model) -> list[str]:
 
 def _check_new(added: list[str], vocabulary: Collection[str]) -> None:
     """Stop if the tokenizer already has a token of `model.add_tokens` (exit 2)."""
-    if known := [token for token in added if token in vocabulary]:
-        what, found = "the tokenizer has these tokens already", ", ".join(known)
+    if known := ", ".join(token for token in added if token in vocabulary):
         raise UserError(
             Problem(
-                what,
+                "the tokenizer has these tokens already",
                 "model.add_tokens",
-                found=found,
-                fix=f"remove {found} from model.add_tokens",
+                found=known,
+                fix=f"remove {known} from model.add_tokens",
                 code="tokenizer",
             )
         )

@@ -60,16 +60,17 @@ class Run:
 def read(path: Path) -> Run:
     """Read all available files. `missing` names files that do not exist or cannot be read."""
     if not any(RunFolder(path).file(name).exists() for name in FILES):
-        problem = Problem(
-            "the path is not a run folder",
-            "",
-            str(path),
-            "no file of a run",
-            f"one of {', '.join(FILES)}",
-            "name the folder that `finetune train` wrote",
-            code="run-folder",
+        raise UserError(
+            Problem(
+                "the path is not a run folder",
+                "",
+                str(path),
+                "no file of a run",
+                f"one of {', '.join(FILES)}",
+                "name the folder that `finetune train` wrote",
+                code="run-folder",
+            )
         )
-        raise UserError(problem)
     found, folder = Run(path), RunFolder(path)
     readers = {
         "recipe.resolved.yaml": _read_recipe,

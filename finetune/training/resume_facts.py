@@ -69,8 +69,6 @@ def contract_of(
         "steps": length.steps,
         "rows": prepared.report["train"].kept,
         **length.batch._asdict(),
-    }
-    counts |= {
         "data: token ids": prepared.report["train"].token_ids,
         "validation: token ids": prepared.report["validation"].token_ids,
     }

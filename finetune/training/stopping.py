@@ -73,14 +73,18 @@ class Stop:
             raise Stopped(f"stopped by {name}")
         hung = time.monotonic() - self.step_began if self.step_began is not None else 0.0
         if collectives.given_up(hung):
-            problem = Problem(
-                "this process hung in a step, and the other processes gave up",
-                fix="find the cause in the stack above, then resume with --resume",
-                code="launch-lost",
-                found=f"no progress for {hung:.0f} s",
-                why="it waited for a process that has ended",
+            launch_environment.report(
+                str(
+                    Problem(
+                        "this process hung in a step, and the other processes gave up",
+                        fix="find the cause in the stack above, then resume with --resume",
+                        code="launch-lost",
+                        found=f"no progress for {hung:.0f} s",
+                        why="it waited for a process that has ended",
+                    )
+                ),
+                time.time() - hung,
             )
-            launch_environment.report(str(problem), time.time() - hung)
             os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills this process
         if os.environ.get("RANK", "0") == "0":
             first = "saving" if self.keeps else "exiting without a checkpoint"
