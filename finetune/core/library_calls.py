@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import only_user_errors
+from finetune.core.privacy import SWITCHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,5 +35,5 @@ def _changeable() -> dict[str, str]:
 
     All other variables stay as they are, because another thread of the program may set them meanwhile.
     """
-    changed = ("ACCELERATE_", "FSDP_", "KINETO_LOG_LEVEL")
+    changed = ("ACCELERATE_", "FSDP_", "KINETO_LOG_LEVEL", *SWITCHES)
     return {name: value for name, value in os.environ.items() if name.startswith(changed)}
