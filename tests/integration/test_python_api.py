@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 import finetune
+from finetune.core import privacy
 from finetune.core.errors import UserError
 from support.paths import QUICKSTART
 
@@ -51,7 +52,7 @@ def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path,
     model, tokens = run.load_model(), torch.tensor([[1, 2, 3]])
     assert not model.training and torch.isfinite(model(input_ids=tokens).logits).all()
     assert capsys.readouterr().out == ""
-    assert dict(os.environ) == environment
+    assert dict(os.environ) == {**privacy.SWITCHES, **environment}  # telemetry stays off
 
 
 def test_a_run_without_an_evaluation_is_an_error_of_the_user(tmp_path) -> None:
