@@ -17,6 +17,7 @@ import datetime
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
@@ -28,7 +29,7 @@ from finetune.data.messages import REASONING_KEYS, THINKING
 from finetune.data.template_sandbox import STOPPED, ChatTemplate, Rendered, render
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -407,6 +408,13 @@ class Encoder:
                     why=LOST,
                     code="data-lost",
                 )
+
+
+def encoders(
+    tokenizer: PreTrainedTokenizerBase, data: Data, declared: Collection[int]
+) -> Callable[[bool], Encoder]:
+    """Return a function that calls `make_encoder` at most once for chats, and once for other examples."""
+    return cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
 
 
 def make_encoder(

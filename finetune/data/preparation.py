@@ -17,7 +17,6 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.verified_files import Damaged
 from finetune.data import chat_templates, prepared_cache, source_loading
 from finetune.data.audit import Audit, Report
-from finetune.data.encoding import Encoded, make_encoder
+from finetune.data.encoding import Encoded, encoders
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.first_rows import FirstRows
 from finetune.data.packing import best_fit
@@ -102,8 +101,7 @@ def prepare(
         # Preparation allocates millions of small lists without cycles, so garbage collection only costs time
         gc.disable()
         try:
-            encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
-            reports = _build(building, data, encoder_for, seed, vocabulary, sources)
+            reports = _build(building, data, encoders(tokenizer, data, declared), seed, vocabulary, sources)
             prepared_cache.seal(building, folder.name, reports)
             prepared_cache.publish(building, folder)
         finally:
@@ -204,8 +202,7 @@ def held_out(
     Raises:
         UserError: a token id is outside the embedding (exit 2).
     """
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
-    audit = Audit(encoder_for, data.train_on, vocabulary)
+    audit = Audit(encoders(tokenizer, data, declared), data.train_on, vocabulary)
     drawn = source_loading.draw_held_out(data, seed)
     rows = [HeldOut(*pair) for pair in audited_held_out(data, drawn, seed, audit)]
     audit.check_ids()
@@ -216,7 +213,7 @@ def encode_held_out(
     kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int]
 ) -> list[HeldOut]:
     """Encode the validation examples that a run folder has stored."""
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    encoder_for = encoders(tokenizer, data, declared)
     rows = []
     for example, encoded in encode(kept, encoder_for):
         documents = fit(encoded, example, data, encoder_for(bool(example.messages)))
@@ -303,7 +300,7 @@ def check_first(
     Raises:
         UserError: `prepare` would not accept the examples (exit 2).
     """
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    encoder_for = encoders(tokenizer, data, declared)
     audit, held = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     first = _first_rows(data, most)
     partial = {key for _, key, _, is_all in first if not is_all}

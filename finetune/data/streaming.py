@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from functools import cache, partial
+from functools import partial
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.data import read_limits, readers, source_loading
 from finetune.data.audit import Audit
-from finetune.data.encoding import make_encoder
+from finetune.data.encoding import encoders
 from finetune.data.examples import BadRow, Row
 from finetune.data.loss_mask import IGNORED, WEIGHTS
 from finetune.data.packing import best_fit
@@ -69,7 +69,7 @@ def stream(
     from datasets import IterableDataset
 
     check(data)
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    encoder_for = encoders(tokenizer, data, declared)
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     held_places = audit_held_out(data, set(), seed, held)
     shards = _shards(data, seed)
@@ -207,8 +207,7 @@ def encode_block(
 
     if worker := get_worker_info():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not exist after the fork
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, settings.declared))
-    audit = Audit(encoder_for, data.train_on, settings.vocabulary)
+    audit = Audit(encoders(tokenizer, data, settings.declared), data.train_on, settings.vocabulary)
     documents: list[tuple[str, Encoded]] = []
     given = zip(batch["source"], batch["value"], batch["bad"], batch["where"], strict=True)
     for source, rows in groupby(given, key=itemgetter(0)):

@@ -601,13 +601,13 @@ def _difference(
     if not before or not after or len(before[0]) != len(after[0]):
         return None
     of = PERPLEXITIES.get(metric.partition(",")[0])
-    groups = _groups(metric, base)
-    if of:
-        return paired_differences.difference(
-            before[0], after[0], higher_is_better=False, weights=before[1], groups=groups, of=of
-        )
     return paired_differences.difference(
-        before[0], after[0], higher_is_better=higher_is_better, groups=groups
+        before[0],
+        after[0],
+        higher_is_better=higher_is_better and not of,
+        weights=before[1],
+        groups=_groups(metric, base),
+        of=of,
     )
 
 

@@ -31,6 +31,7 @@ from finetune.experiments.sweep import study as sweep_study
 from finetune.experiments.sweep.search_space_checks import SweepRequest
 from finetune.recipe import loader
 from support import tables
+from support.child_processes import Child
 from support.paths import QUICKSTART, ROOT
 from support.printed_commands import assert_commands_run
 from support.runs import show_progress_at_once
@@ -262,7 +263,7 @@ def test_what_the_system_ended_for_memory_is_counted(line: str, file: str, tmp_p
 def test_a_trial_that_was_killed_for_memory_is_pruned(counted, state: str, tmp_path, monkeypatch) -> None:
     def dies(words: list[str], log: Path, *, cpu: bool) -> Any:
         log.write_text("")
-        return subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+        return Child([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
 
     counts = iter(counted)
     monkeypatch.setattr(worker_process, "start", dies)
@@ -284,7 +285,7 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
             other.tell(0, state=TrialState.FAIL)
             study_storage.take_over(other)
         (folder / "trial-0000" / "checkpoints").mkdir(parents=True)
-        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        started.append(Child([sys.executable, "-c", "import time; time.sleep(60)"]))
         return started[0]
 
     monkeypatch.setattr(worker_process, "start", slept)
@@ -364,10 +365,10 @@ def test_a_trial_is_ended_whatever_it_does(monkeypatch) -> None:
     monkeypatch.setattr(worker_process, "AGAIN_AFTER", 0.3)
     monkeypatch.setattr(worker_process, "KILL_AFTER", 0.3)
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout and process.stdout.readline()
+    process: Any = Child([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout.readline()
     worker_process.end(process)
-    assert worker_process.code_of(process) == -signal.SIGKILL
+    assert process.exitcode == -signal.SIGKILL
     process.stdout.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import study_storage
 from finetune.run_folder import lock
 from finetune.training import stopping
+from support.child_processes import Child
 
 JUMPS = (-86_400.0, -600.0, 600.0, 86_400.0)  # seconds
 
@@ -75,7 +75,7 @@ def test_step_that_hangs_is_measured_without_the_clock(jump, monkeypatch) -> Non
 def test_trial_s_seconds_are_measured_without_the_clock(jump, tmp_path, monkeypatch) -> None:
     def start(*given: Any, cpu: bool) -> Any:
         jump()
-        return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(5)"])
+        return Child([sys.executable, "-c", "import sys; sys.exit(5)"])
 
     (tmp_path / "log").touch()
     monkeypatch.setattr(worker_process, "start", start)

@@ -323,38 +323,29 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     bench.choose_rate()
     for row in rows:
         if not row["status"]:
-            optimization = bench.file.optimization(row["name"])
-            under = optimizations.below(bench.file, optimization, bench.rows)
-            runs = bench.of(optimizations.add(under, optimization, bench.rows))
-            row["alone"] = verdict.judge(
-                bench.scale, optimization, runs, bench.of(under), gate_of(bench, optimization)
-            )
+            row["alone"], _, _ = judge_alone(bench, row["name"])
 
 
-def gate_of(bench: Bench, optimization: Optimization) -> list[dict[str, Any]]:
-    """Return the runs whose losses an optimization alone is compared with.
+def judge_alone(bench: Bench, name: str) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the verdict on an optimization alone, its runs, and the runs of the setup below it.
 
-    They are the baseline's runs. If the optimization builds on others that change the batches, they are the
-    runs of that setup.
+    Its losses are compared with the baseline's. If it builds on others that change the batches, they are
+    compared with those of that setup.
     """
-    others = any(one.gate == "held_out" for one in optimizations.stands_on(bench.file, optimization))
+    optimization = bench.file.optimization(name)
     below = optimizations.below(bench.file, optimization, bench.rows)
-    return bench.of(below if others else optimizations.baseline(bench.file))
+    runs, under = bench.of(optimizations.add(below, optimization, bench.rows)), bench.of(below)
+    others = any(one.gate == "held_out" for one in optimizations.stands_on(bench.file, optimization))
+    gate = under if others else bench.of(optimizations.baseline(bench.file))
+    return verdict.judge(bench.scale, optimization, runs, under, gate), runs, under
 
 
 def open_yet(bench: Bench, name: str, kind: str) -> bool:
     """Return whether another run of the optimization or of its setup could change the verdict."""
     if kind in ("baseline", "recipe"):
         return kind == "baseline"
-    optimization, scale = bench.file.optimization(name), bench.scale
-    below = optimizations.below(bench.file, optimization, bench.rows)
-    runs, under = bench.of(optimizations.add(below, optimization, bench.rows)), bench.of(below)
-    if verdict.judge(scale, optimization, runs, under, gate_of(bench, optimization))["verdict"] in (
-        "error",
-        "failed",
-    ):
-        return False
-    return not verdict.clear(scale, runs[0], under[0])
+    found, runs, under = judge_alone(bench, name)
+    return found["verdict"] not in ("error", "failed") and not verdict.clear(bench.scale, runs[0], under[0])
 
 
 def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]:

@@ -283,8 +283,7 @@ def run_and_report(job: ComparedRun, screen: Console, head: str) -> dict[str, st
     """Run a job and print its result. Return the reason by the name of the job if it fails."""
     path, train = job.folder.path, job.recipe.train
     screen.say(f"{head} running; its log is {path}/log.txt")
-    share = kept_runs.share_of_steps(path, train.max_steps, train.num_train_epochs)
-    with progress.part(job.name, share):
+    with kept_runs.part(job.name, path, train.max_steps, train.num_train_epochs):
         reason = run_one(job)
     if PartialState().is_main_process:
         screen.say(f"{head} " + (f"FAILED: {reason}" if reason else comparison_report.line(job.folder)))
@@ -417,8 +416,8 @@ def measure(
         ]
         overrides += NO_EVALUATION if besides is not None else []
         pilot = job._replace(recipe=load_recipe(requested.path, overrides), folder=RunFolder(place))
-        share = kept_runs.share_of_steps(place, PILOT_STEPS, None)
-        with progress.phase(screen, f"measuring {job.entrant.type}", parts=1), progress.part("", share):
+        of_run = kept_runs.part("", place, PILOT_STEPS)
+        with progress.phase(screen, f"measuring {job.entrant.type}", parts=1), of_run:
             reason = run_one(pilot)
         if reason:
             failed[job.entrant.type] = reason

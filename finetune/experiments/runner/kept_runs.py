@@ -9,10 +9,11 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from finetune.core import safe_files
+from finetune.core import progress, safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.experiments.runner import varied_keys
 from finetune.recipe.schema import Recipe
@@ -118,6 +119,13 @@ def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -
     """
     paths = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
     return head + run_folder.resolved_yaml(recipe, {**paths, **chosen, "train.output_dir": (None, "default")})
+
+
+def part(
+    name: str, folder: Path, max_steps: int | None, epochs: float | None = None
+) -> AbstractContextManager[None]:
+    """Show a run as a part of the current phase. The other arguments are those of `share_of_steps`."""
+    return progress.part(name, share_of_steps(folder, max_steps, epochs))
 
 
 def share_of_steps(folder: Path, max_steps: int | None, epochs: float | None) -> Callable[[], float]:

@@ -166,10 +166,8 @@ def make(job: RunCommand, *, cpu: bool) -> bool:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     started = time.monotonic()
     steps = load_recipe(job.recipe, job.overrides).train.max_steps
-    shown = worker_process.Shown(
-        f"{job.folder.parent.name}/{job.folder.name}", kept_runs.share_of_steps(job.folder, steps, None)
-    )
-    code = start(words, str(log), environment, cpu=cpu, more=True, shown=shown)
+    with kept_runs.part(f"{job.folder.parent.name}/{job.folder.name}", job.folder, steps):
+        code = start(words, str(log), environment, cpu=cpu, more=True)
     if code in (Exit.STOPPED, 130, -2, -15):
         raise UserError(
             Problem(
@@ -192,20 +190,11 @@ def make(job: RunCommand, *, cpu: bool) -> bool:
     return True
 
 
-def start(
-    words: list[str],
-    log: str,
-    environment: dict[str, str],
-    *,
-    cpu: bool,
-    more: bool = False,
-    shown: worker_process.Shown | None = None,
-) -> int:
+def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool, more: bool = False) -> int:
     """Run `python -m finetune WORDS` in a fresh process that ends with this process.
 
     Args:
         more: other runs on this GPU follow, so start the next process early to import libraries.
-        shown: how the progress of the experiment shows this run.
 
     Returns:
         The exit code. A negative value is the signal that ended the process.
@@ -219,10 +208,9 @@ def start(
         line.send((words, log, environment))
         if more and gpu and cores() >= CORES:
             _waiting.append(worker_process.begin_process(os.devnull, gpu, cpu=cpu))
-        worker_process.wait(process, shown)
+        process.join()
     except KeyboardInterrupt:
-        if process.pid is not None:
-            worker_process.end(process)
+        worker_process.end(process)
         raise
     return process.exitcode
 

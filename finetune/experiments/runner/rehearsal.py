@@ -77,11 +77,10 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     train, half = ["train", *command, *short, "--quiet"], steps // 2
     until = [f"train.output_dir={straight}", f"--until={steps}"]
     ends = (Exit.STOPPED, Exit.DONE)
-    killed, resumed = (kept_runs.share_of_steps(lived, number, None) for number in (half, steps))
-    whole = kept_runs.share_of_steps(straight, steps, None)
+    resumed = kept_runs.share_of_steps(lived, steps, None)
     try:
         with progress.phase(screen, "rehearsal", parts=4):
-            with progress.part("until the run is killed", killed):
+            with kept_runs.part("until the run is killed", lived, half):
                 phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=half)
             newest, *older = checkpoints.published(lived / "checkpoints")
             if checkpoints.step_of(newest) == steps and older:  # leave at least one step for the new process
@@ -90,7 +89,7 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
             with progress.part("resumed run", lambda: (steps * resumed() - half) / (steps - half)):
                 phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
             screen.say("training the same steps without a stop, for comparison ...")
-            with progress.part("without a stop", whole):
+            with kept_runs.part("without a stop", straight, steps):
                 phases += _live([*train, *until], straight, expected=ends, said="without a stop: ")
             parts = verify_resume.compare(straight, lived, steps)
             with progress.part("publishing"):

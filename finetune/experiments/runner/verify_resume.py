@@ -90,8 +90,7 @@ def _both_runs(
         straight, resumed = folder / "straight", folder / "resumed"
         shorter = shortened(recipe)
         until = f"--until={2 * HALF}"
-        share = kept_runs.share_of_steps(straight, 2 * HALF, None)
-        with progress.part("without a stop", share):
+        with kept_runs.part("without a stop", straight, 2 * HALF):
             _train([*command, *shorter, f"train.output_dir={straight}", until])
         last = max(map(checkpoints.step_of, checkpoints.published(straight / "checkpoints")))
         if last <= HALF:

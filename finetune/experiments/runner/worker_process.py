@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.core import progress, safe_files, signals, upstream_private
+from finetune.core import safe_files, signals, upstream_private
 from finetune.core.errors import Exit
 from finetune.run_folder.run_folder import RunFolder
 
@@ -51,14 +50,6 @@ class Evaluation(NamedTuple):
     """Number of the evaluation within the trial, from 1."""
     step: int
     value: float
-
-
-class Shown(NamedTuple):
-    """How the progress of an experiment shows one of its runs."""
-
-    name: str
-    share: Callable[[], float]
-    """Returns the share of the run that is done."""
 
 
 class Ended(NamedTuple):
@@ -130,7 +121,7 @@ def run(
     evaluations: list[Evaluation] = []
     process = start(words, log, cpu=cpu)
     try:
-        while code_of(process) is None and not reason:
+        while process.exitcode is None and not reason:
             for evaluation in metrics.new():
                 evaluations.append(evaluation)
                 state, reason = "pruned", reason or judge(evaluation)
@@ -143,7 +134,7 @@ def run(
     finally:  # also if this process receives a signal
         end(process)
     evaluations += metrics.new()
-    seconds, code = time.monotonic() - began, code_of(process)
+    seconds, code = time.monotonic() - began, process.exitcode
     if code == 0:  # the run finished before it could be stopped
         value = result(folder, key, evaluations)
         reason = "" if math.isfinite(value) else f"{key} is {value}"
@@ -159,7 +150,7 @@ def run(
     return Ended(state, None, reason, seconds, started)
 
 
-def start(words: list[str], log: Path, *, cpu: bool) -> Any:
+def start(words: list[str], log: Path, *, cpu: bool) -> BaseProcess:
     """Start `finetune train` in a separate session, so that Ctrl-C reaches only the study.
 
     The process ends with the study.
@@ -239,18 +230,7 @@ def tie() -> None:
         os._exit(Exit.STOPPED)
 
 
-def wait(process: BaseProcess, shown: Shown | None) -> None:
-    """Wait until a process ends, and show it as a part of the current phase."""
-    with progress.part(*shown) if shown else contextlib.nullcontext():
-        process.join()
-
-
-def code_of(process: subprocess.Popen[str]) -> int | None:
-    """Return the exit code, a negative signal number, or `None` while the process runs."""
-    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
-
-
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: BaseProcess) -> None:
     """Send SIGTERM, then SIGTERM again (exit now), then SIGKILL."""
     for number, patience in (
         (signal.SIGTERM, AGAIN_AFTER),
@@ -259,9 +239,9 @@ def end(process: subprocess.Popen[str]) -> None:
     ):
         deadline = time.monotonic() + patience
         with contextlib.suppress(ProcessLookupError):
-            if code_of(process) is None:
+            if process.exitcode is None and process.pid is not None:
                 os.kill(process.pid, number)
-        while code_of(process) is None and time.monotonic() < deadline:
+        while process.exitcode is None and time.monotonic() < deadline:
             time.sleep(POLL)
 
 

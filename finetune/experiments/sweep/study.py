@@ -95,12 +95,11 @@ def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
     kept_runs.make_folder(requested.folder, "sweep")
     safe_files.make_folder(requested.folder, "logs")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    maximize, name = (
-        recipe.eval.metric_for_best_model != "loss",
-        study_storage.name_in(requested.url, requested.folder),
-    )
     with study_storage.opened(
-        requested.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
+        requested.url,
+        study_storage.name_in(requested.url, requested.folder),
+        maximize=recipe.eval.metric_for_best_model != "loss",
+        pruner=pruner(found.space, recipe),
     ) as study:
         deadline = time.monotonic() + requested.seconds if requested.seconds is not None else float("inf")
         job = Search(requested, recipe, found.space, found, study, screen, deadline, Told(), [])
@@ -315,7 +314,7 @@ def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
         steps = values.get("train.max_steps", job.recipe.train.max_steps)
         epochs = values.get("train.num_train_epochs", job.recipe.train.num_train_epochs)
-        with progress.part(f"trial {drawn.number}", kept_runs.share_of_steps(folder, steps, epochs)):
+        with kept_runs.part(f"trial {drawn.number}", folder, steps, epochs):
             ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
         if ended.state != "lost":
             failed = _failed(f"trial {drawn.number} failed", ended.reason, folder.name)
