@@ -168,7 +168,8 @@ def ours(folder: Path, row: Row, layers: int) -> tuple[Any, str]:
         choices = apply_to_model.apply(
             model, speed, Work(row.sequences * row.length, 1e20), detect(), RunChecks()
         )
-    lm_head_loss.install(model, compiled=row.compile)
+    fp8 = row.storage == "fp8"  # as `speed.loss: auto` chooses
+    lm_head_loss.install(model, compiled=bool(row.compile), fp8=fp8)
     return model, choices.fused.value
 
 

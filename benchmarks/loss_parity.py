@@ -2,6 +2,7 @@
 
     python benchmarks/loss_parity.py --assets FOLDER [--data questions,books]    # needs a GPU with fp8 GEMMs
     python benchmarks/loss_parity.py --assets FOLDER --bases fp8,fp8-int8        # MLPs stored in int8
+    python benchmarks/loss_parity.py --assets FOLDER --bases bf16,fp8-head       # and the output head in fp8
     python benchmarks/loss_parity.py --assets FOLDER --data experts --bases bf16,fp8,nf4 --steps 100
 
 FOLDER holds books-16m, a LLaMA of 15.7 M parameters that was pre-trained on books, and two sets of data. The
@@ -37,7 +38,7 @@ RECIPE = """
 model: {{name: {model}, quantization: {quantization}}}
 data: {{name: {train}, validation: {held_out}, max_length: 512, train_on: {train_on}, too_long: drop}}
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: {targets}}}
-speed: {{activation_checkpointing: {checkpointing}}}
+speed: {{activation_checkpointing: {checkpointing}, loss: {loss}}}
 train: {{max_steps: {steps}, effective_batch_size: 16, per_device_train_batch_size: 16, learning_rate: 1.0e-3,
   warmup_steps: 10, lr_scheduler_type: cosine, logging_steps: 1, seed: 42, output_dir: {folder}}}
 eval: {{forgetting: false, generate: false, samples: 0, eval_steps: {every}, load_best_model_at_end: false}}
@@ -143,9 +144,13 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes
     run, recipe = folder / base, folder / f"{base}.yaml"
     shutil.rmtree(run, ignore_errors=True)
     settings = {"steps": options.steps, "every": options.every}
-    stored, _, checkpointing = base.partition("-")
-    quantization = {"bf16": "none"}.get(stored, stored)
-    settings |= {"quantization": quantization, "checkpointing": checkpointing or "auto"}
+    stored, _, kind = base.partition("-")
+    head = kind == "head"
+    settings |= {"quantization": {"bf16": "none"}.get(stored, stored)}
+    settings |= {
+        "loss": "chunked_fp8" if head else "auto",
+        "checkpointing": "auto" if head else kind or "auto",
+    }
     recipe.write_text(RECIPE.format(folder=run, **settings, **files))
     if code := cli_main.main(["train", str(recipe), *changes, "--quiet"]):
         sys.exit(f"{base}: exit {code}")

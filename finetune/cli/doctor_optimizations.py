@@ -106,7 +106,7 @@ def _loss(speed: Speed) -> Optimization:
     name, where = "chunked loss", "speed.loss"
     if speed.loss == "trl":
         return Optimization(name, where, "off", "asked for: trl")
-    why = "asked for" if speed.loss == "chunked" else "auto: for models with the standard loss"
+    why = "asked for" if speed.loss != "auto" else "auto: for models with the standard loss"
     return Optimization(name, where, "active", why)
 
 

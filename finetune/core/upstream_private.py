@@ -235,12 +235,18 @@ def write_memory_snapshot(path: str) -> None:
     _torch().cuda.memory._dump_snapshot(path)
 
 
-def scaled_mm(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """Multiply fp8 matrices with one scale per row. The result is bfloat16, because torch allows no other."""
+def scaled_mm(
+    codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, *, fast: bool = True
+) -> Tensor:
+    """Multiply fp8 matrices with one scale per row. The result is bfloat16, because torch allows no other.
+
+    Args:
+        fast: whether sums may have fewer bits than float32.
+    """
     import torch
 
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage] (a private function of torch)
-        codes, weight, scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        codes, weight, scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 

@@ -224,7 +224,7 @@ def activate_experts(
         return triton_experts.activate(z, b, a, tiles, size, act)
     gate, up = _gate_and_up(z, b, tiles, size)
     h = (act_of(gate, act)[0] * up).to(z.dtype)
-    return h if a is None else torch.cat([h, _by_expert(h, a.transpose(1, 2), tiles).to(z.dtype)], dim=1)
+    return h if a is None else torch.cat([h, multiply_tiles(h, a.transpose(1, 2), tiles).to(z.dtype)], dim=1)
 
 
 @shapes_of("activate_experts")
@@ -270,13 +270,13 @@ def activate_experts_backward(
     thin, kept = z.new_empty(0), z.new_empty(0)
     if a is not None:
         kept = h.to(z.dtype)
-        u, du = _by_expert(kept, a.transpose(1, 2), tiles), weight * g[:, size:]
+        u, du = multiply_tiles(kept, a.transpose(1, 2), tiles), weight * g[:, size:]
         dweight = dweight + (u * g[:, size:]).sum(1)
         thin = torch.cat([du, weight * u], dim=1).to(z.dtype)
-        dh = dh + _by_expert(thin[:, : a.shape[1]], a, tiles)
+        dh = dh + multiply_tiles(thin[:, : a.shape[1]], a, tiles)
     dz = torch.cat([dh * up * slope, dh * value], dim=1).to(z.dtype)
     if b is not None:
-        dz = torch.cat([dz, _by_expert(dz, b, tiles).to(z.dtype)], dim=1)
+        dz = torch.cat([dz, multiply_tiles(dz, b, tiles).to(z.dtype)], dim=1)
     flat = torch.empty_like(dweight)
     flat[order.long()] = dweight
     return dz, kept, thin, flat.view(weights.shape)
@@ -333,13 +333,16 @@ def _gate_and_up(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     both = z[:, : 2 * size].to(torch.promote_types(z.dtype, torch.float32))
     if b is not None:
-        both = both + _by_expert(z[:, 2 * size :], b.transpose(1, 2), tiles)
+        both = both + multiply_tiles(z[:, 2 * size :], b.transpose(1, 2), tiles)
     gate, up = both.chunk(2, dim=1)
     return gate, up
 
 
-def _by_expert(rows: torch.Tensor, right: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-    """Multiply each tile's rows by its expert's matrix of `right` [E, in, out], in float32 or float64."""
+def multiply_tiles(rows: torch.Tensor, right: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """Multiply each tile's rows by its expert's matrix of `right` [E, in, out], in float32 or float64.
+
+    The operators use it on the CPU, because it waits for the tiles.
+    """
     exact = torch.promote_types(rows.dtype, torch.float32)
     out = rows.new_empty(len(rows), right.shape[2], dtype=exact)
     for expert, first, end in tiles.tolist():

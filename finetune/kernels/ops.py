@@ -93,15 +93,15 @@ def _(
 
 @operator("transpose(Tensor codes) -> Tensor")
 def transpose(codes: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous [in, out] copy of an fp8 weight [out, in], as an fp8 GEMM needs it."""
+    """Return a contiguous [..., in, out] copy of fp8 weights [..., out, in], as an fp8 GEMM needs it."""
     if codes.is_cuda:  # 10 times faster than eager mode, and 2 times faster than Inductor
         return triton_linear.transpose_bytes(codes.contiguous().view(torch.uint8)).view(codes.dtype)
-    return codes.t().clone(memory_format=torch.contiguous_format)
+    return codes.mT.clone(memory_format=torch.contiguous_format)
 
 
 @shapes_of("transpose")
 def _(codes: torch.Tensor) -> torch.Tensor:
-    return codes.new_empty(codes.shape[1], codes.shape[0])
+    return codes.new_empty(*codes.shape[:-2], codes.shape[-1], codes.shape[-2])
 
 
 @operator("dequantize(Tensor[] stored, ScalarType dtype, Tensor? after=None) -> Tensor")

@@ -13,6 +13,7 @@ reached a third of the memory bandwidth.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -102,6 +103,9 @@ def _quantize_rows(x, column, codes, scale, N, SCALED: tl.constexpr, B: tl.const
 
 @triton.jit
 def _transpose(source, target, rows, columns, tile: tl.constexpr):
+    matrix = tl.program_id(2).to(tl.int64) * rows * columns
+    source += matrix
+    target += matrix
     down = tl.program_id(0) * tile + tl.arange(0, tile)
     across = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = (down[:, None] < rows) & (across[None, :] < columns)
@@ -201,10 +205,10 @@ def quantize_rows(x, column):
 
 @on_its_gpu
 def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous [columns, rows] copy of `source` [rows, columns] uint8."""
-    rows, columns = source.shape
-    target = torch.empty(columns, rows, dtype=source.dtype, device=source.device)
-    _transpose[(triton.cdiv(rows, 128), triton.cdiv(columns, 128))](
+    """Return a contiguous [..., columns, rows] copy of `source` [..., rows, columns] uint8."""
+    *matrices, rows, columns = source.shape
+    target = torch.empty(*matrices, columns, rows, dtype=source.dtype, device=source.device)
+    _transpose[(triton.cdiv(rows, 128), triton.cdiv(columns, 128), math.prod(matrices))](
         source, target, rows, columns, 128, num_warps=8
     )
     return target

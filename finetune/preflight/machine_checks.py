@@ -15,7 +15,7 @@ from finetune.recipe.schema import Recipe
 
 
 def check(recipe: Recipe, config: ModelConfig, setup: Setup) -> None:
-    """Check the kernels of the model, the optimizer, compilation, the data loader and TF32.
+    """Check the kernels of the model, the optimizer, compilation, the data loader, TF32 and the loss.
 
     Raises:
         UserError: the recipe contradicts the launch (exit 2), or this machine can't train it (exit 3).
@@ -26,3 +26,4 @@ def check(recipe: Recipe, config: ModelConfig, setup: Setup) -> None:
     given = recipe.train.passed_on()
     data_loader.loader_of_launch(setup.hardware, given)
     mixed_precision.check_tf32(given.get("tf32"), setup.hardware)
+    mixed_precision.check_fp8_loss(recipe.speed.loss, setup.hardware, setup.launch.precision)

@@ -27,6 +27,8 @@ def product(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     dtype: torch.dtype,
+    *,
+    exact_sum: bool = False,
 ) -> torch.Tensor:
     """Return x W^T of two quantized matrices.
 
@@ -35,6 +37,8 @@ def product(
         scale: scale of each row of x, [rows, 1] float32.
         weight: the quantized W, [out, in] e4m3, row-major.
         weight_scale: scale of each output, [out, 1] float32.
+        exact_sum: whether sums are in float32. Otherwise a GPU may keep 14 bits of them, which is 3 to 8%
+            faster, and changes results by 1 to 2% if sums have 150,000 terms.
 
     Returns:
         [rows, out] in `dtype`.
@@ -42,7 +46,8 @@ def product(
     if not has_gemm(codes.device):
         with torch.autocast(codes.device.type, enabled=False):
             return _cast((codes.float() @ weight.float().t()) * scale * weight_scale.t(), dtype)
-    return _cast(upstream_private.scaled_mm(codes, weight.t(), scale, weight_scale.t()), dtype)
+    scales = scale, weight_scale.t()
+    return _cast(upstream_private.scaled_mm(codes, weight.t(), *scales, fast=not exact_sum), dtype)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

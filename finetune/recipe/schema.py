@@ -293,8 +293,10 @@ class Speed(Section):
     `adapter.type: full`, because an adapter's state is small. `all`: both. `auto` offloads only on an fp8
     base model, if `mlp_int8` alone does not fit and copies are not slower than the layers. It then offloads
     so many layers that no MLP is recomputed."""
-    loss: Literal["auto", "chunked", "trl"] = "auto"
-    """Cross-entropy in chunks of tokens, or TRL's cross-entropy. `auto`: chunked if the loss is the same."""
+    loss: Literal["auto", "chunked", "chunked_fp8", "trl"] = "auto"
+    """Cross-entropy in chunks of tokens, or TRL's cross-entropy. `chunked_fp8` computes the gradient of the
+    hidden states with an fp8 GEMM; the loss stays the same. `auto`: `chunked` if the loss is the same as the
+    model's, and `chunked_fp8` on an fp8 base model."""
     qat: Qat | None = None
     """Quantization-aware training, for `finetune merge --quantize`; `null`: none."""
 

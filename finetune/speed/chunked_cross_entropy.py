@@ -26,6 +26,7 @@ from transformers.utils.generic import ModelOutput
 
 from finetune.autoconfig.memory_estimate import CHUNK_BYTES, chunk_rows, logit_bytes
 from finetune.core import upstream_private
+from finetune.speed.fp8_cross_entropy import Fp8OutputHead, scaled_gradient
 
 triton_loss: Any = None
 if torch.cuda.is_available():
@@ -96,6 +97,7 @@ def token_loss(
     weights: Tensor | None = None,
     num_labels: int | None = None,
     compiled: bool = False,
+    fp8: bool = False,
 ) -> TokenLoss:
     """Sum -log softmax(h W^T + b)[label] over the tokens with a label, as `cross_entropy(reduction="sum")`.
 
@@ -106,6 +108,7 @@ def token_loss(
         labels: (...), int64. -100 means no label.
         weights: (...). Each label's weight in the sum. `None` means 1.
         num_labels: number of labels that are not -100. `None` waits for the device to count them.
+        fp8: whether the gradient of the hidden states is computed in fp8 (`fp8_cross_entropy`).
     """
     weight, bias, softcap = head
     device = weight.device
@@ -122,18 +125,16 @@ def token_loss(
         picked = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:num_labels]
         labels, weights = labels[picked], None if weights is None else weights[picked]
     with torch.autocast(device.type, enabled=False):
-        trains = any(one is not None and one.requires_grad for one in (hidden, weight, bias))
-        arguments = (
-            weight,
-            bias,
-            labels,
-            weights,
-            picked,
-            softcap,
-            compiled,
-            torch.is_grad_enabled() and trains,
+        differentiate = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in (hidden, weight, bias)
         )
-        loss: Any = _OutputHead.apply(hidden, *arguments)
+        loss: Any
+        if fp8 and differentiate:
+            loss = Fp8OutputHead.apply(hidden, weight, labels, weights, picked)
+        else:
+            loss = _OutputHead.apply(
+                hidden, weight, bias, labels, weights, picked, softcap, compiled, differentiate
+            )
         nll, entropy, correct = loss
     return TokenLoss(nll=nll, entropy=entropy, correct=correct)
 
@@ -208,12 +209,7 @@ class _OutputHead(torch.autograd.Function):
         gradient, share, picked, *summed = ctx.saved_tensors
         if gradients[0] is None:
             return (None,) * 9
-        # (n, 1), because a number would be rounded to the gradient's dtype before the multiplication
-        is_plain = share.dtype == torch.bool
-        weight = (torch.where(share, gradients[0], 0) if is_plain else share * gradients[0])[:, None]
-        scaled = torch.mul(gradient, weight, out=torch.empty_like(gradient))
-        if picked is not None:
-            scaled = scaled.new_zeros(ctx.rows, scaled.shape[1]).index_copy_(0, picked, scaled)
+        scaled = scaled_gradient(gradient, share, picked, gradients[0], ctx.rows)
         head = [
             None if one is None else (one * gradients[0]).to(dtype)
             for one, dtype in zip(summed, ctx.dtypes, strict=True)

@@ -24,10 +24,13 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice, RunChecks
 from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import launch_environment
-from finetune.speed import loss_weights, router_balance
+from finetune.models.fp8_support import FP8_WIDTH
+from finetune.quantization.fp8_linear import Fp8Linear
+from finetune.speed import fp8_cross_entropy, loss_weights, router_balance
 from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
 from finetune.speed.forward_comparison import ALLOWED, allowed_difference
 
+CHUNKED = ("chunked", "chunked_fp8")  # the values of `speed.loss` that `chunked_cross_entropy` computes
 TRIED = 16  # tokens of the example on which TRL's loss is tested
 LOGIT_SPREAD = 20.0  # standard deviation of the test logits, large enough to show a softcap of 30
 
@@ -58,7 +61,7 @@ class Installed:
 
 
 class HeadLoss:
-    """The loss of a run: `chunked` on the model's own head, or `trl` for TRL's fused head."""
+    """The loss of a run: `chunked` or `chunked_fp8` on the model's head, or `trl` for TRL's fused head."""
 
     def __init__(self, chosen: str, *, compiled: bool = False) -> None:
         """Args: compiled: whether softmax and its gradient are compiled."""
@@ -67,8 +70,9 @@ class HeadLoss:
 
     def install(self, model: nn.Module, *, balanced: bool = False) -> None:
         """Args: balanced: whether it also computes the auxiliary loss of a mixture's routers."""
-        if self.chosen == "chunked":
-            self.installed = install(model, compiled=self.compiled, balanced=balanced)
+        if self.chosen in CHUNKED:
+            fp8 = self.chosen == "chunked_fp8"
+            self.installed = install(model, compiled=self.compiled, balanced=balanced, fp8=fp8)
 
     def remove(self) -> None:
         """Restore the model's own forward, and release the model."""
@@ -85,7 +89,7 @@ class HeadLoss:
 
     def add_run_check(self, operations: Collection[str], micro_batches: int, checks: RunChecks) -> None:
         """Add a run check of the loss in step 1, by the profiled autograd functions and the saved tensors."""
-        names = {"_OutputHead": "chunked", "ChunkedLogProbFunction": "trl"}
+        names = {"_OutputHead": "chunked", "Fp8OutputHead": "chunked_fp8", "ChunkedLogProbFunction": "trl"}
         ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
         how, code, installed = "profile of the first forward", Exit.ENVIRONMENT, self.installed
         if installed is None:
@@ -108,32 +112,49 @@ class HeadLoss:
 
 
 def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice:
-    """Choose `chunked` or `trl`, TRL's fused head. `auto` takes `chunked` if it gives the model's own loss.
+    """Choose `chunked`, `chunked_fp8` or `trl`, TRL's fused head.
+
+    `auto` takes `chunked` if it gives the model's own loss, and `chunked_fp8` on an fp8 base model.
 
     Raises:
         UserError: the requested loss does not work here, or is not this model's loss (exit 3).
     """
-    unsupported_reason = run_unsupported_reason(model, arguments) or head_unsupported_reason(
-        base_model_of(model)
-    )
+    base = base_model_of(model)
+    unsupported_reason = run_unsupported_reason(model, arguments) or head_unsupported_reason(base)
+    fp8_reason = unsupported_reason or _fp8_unsupported_reason(base)
     if asked == "trl":
         prove_fused(model, unsupported_reason)
         return Choice("trl", "asked for")
-    if not unsupported_reason:
-        return Choice("chunked", "asked for" if asked == "chunked" else "auto: less memory, the same loss")
-    if asked == "chunked":
-        raise UserError(
-            Problem(
-                "the chunked loss does not work for this run",
-                "speed.loss",
-                found=asked,
-                why=unsupported_reason,
-                fix="speed.loss: auto",
-                code="speed-option",
-            ),
-            code=Exit.ENVIRONMENT,
+    if asked in CHUNKED:
+        if reason := fp8_reason if asked == "chunked_fp8" else unsupported_reason:
+            raise UserError(
+                Problem(
+                    "the chunked loss does not work for this run",
+                    "speed.loss",
+                    found=asked,
+                    why=reason,
+                    fix="speed.loss: auto",
+                    code="speed-option",
+                ),
+                code=Exit.ENVIRONMENT,
+            )
+        return Choice(asked, "asked for")
+    if unsupported_reason:
+        return Choice("trl", f"auto: {unsupported_reason}; {prove_fused(model, unsupported_reason)}")
+    if not any(isinstance(module, Fp8Linear) for module in base.modules()):
+        return Choice("chunked", "auto: less memory, the same loss")
+    if fp8_reason or base.config.get_text_config().hidden_size < FP8_WIDTH:
+        return Choice(
+            "chunked", f"auto: not in fp8, because {fp8_reason or 'the model is too small to gain'}"
         )
-    return Choice("trl", f"auto: {unsupported_reason}; {prove_fused(model, unsupported_reason)}")
+    return Choice("chunked_fp8", "auto: the base model is in fp8")
+
+
+def _fp8_unsupported_reason(base: PreTrainedModel) -> str:
+    head = base.get_output_embeddings()
+    return fp8_cross_entropy.unsupported_reason(
+        head.weight, bias=head.bias is not None, softcap=formula(base.config).softcap
+    )
 
 
 def prove_fused(model: nn.Module, unsupported_reason: str) -> str:
@@ -328,7 +349,7 @@ def base_model_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Installed:
+def install(model: nn.Module, *, compiled: bool, balanced: bool = False, fp8: bool = False) -> Installed:
     """Make `model(input_ids=..., labels=..., num_labels=n)` compute the chunked loss.
 
     Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels`, the model
@@ -337,6 +358,7 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Inst
     Args:
         compiled: whether softmax and its gradient are compiled, which reads a chunk fewer times.
         balanced: whether it also computes the auxiliary loss of a mixture's routers.
+        fp8: whether the gradient of the hidden states is computed in fp8.
 
     Returns:
         An object that counts the calls. Its `undo` restores the model's own forward.
@@ -366,6 +388,7 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Inst
             weights=None if weights is None else loss_weights.of_next(weights),
             num_labels=num_labels,
             compiled=compiled,
+            fp8=fp8,
         )
         if balance and self.training:
             result.aux_loss, use = balance.read(inputs.get("attention_mask"))

@@ -47,6 +47,8 @@ class StepKind(NamedTuple):
     """Whether the chunked loss is compiled; `None`: another loss, with all logits."""
     bytes_per_parameter: float
     """Bytes per trainable parameter in addition to weight and gradient."""
+    fp8: bool = False
+    """Whether the loss is `chunked_fp8`."""
 
 
 def search(
@@ -145,13 +147,14 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: torch.device)
 
 def _peak(model: PreTrainedModel | PeftModel, inputs: dict[str, Any], step: StepKind) -> float:
     """Return the peak memory in bytes of a step of these sequences without its update."""
-    compiled, bytes_per_parameter = step
-    installed = lm_head_loss.install(model, compiled=compiled) if compiled is not None else None
+    installed = None
+    if step.compiled is not None:
+        installed = lm_head_loss.install(model, compiled=step.compiled, fp8=step.fp8)
     trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
     model.train()  # enables recomputation and dropout
     _reset(model.device)
     try:
-        held = torch.zeros(round(trained * bytes_per_parameter), dtype=torch.uint8, device=model.device)
+        held = torch.zeros(round(trained * step.bytes_per_parameter), dtype=torch.uint8, device=model.device)
         found = (
             model(**inputs, num_labels=chunked_cross_entropy.numbers(inputs)[0]).nll
             if installed

@@ -11,7 +11,7 @@ from finetune.autoconfig.batch_size import with_micro_batch
 from finetune.core import run_checks
 from finetune.distributed import transformer_engine_layers
 from finetune.preflight import allowed_changes
-from finetune.speed import live_model_spec, static_shapes
+from finetune.speed import live_model_spec, lm_head_loss, static_shapes
 from finetune.training import auto_correction, batch_search, oom_recovery, step_work
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ def search_batch(
     """Return the largest micro-batch size that fits, or the size of the checkpoint's run."""
     if run.checkpoint:
         return batch_search.as_before(batch, run.checkpoint.contract)
-    compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
-    step = batch_search.StepKind(compiled, step_work.optimizer_bytes_per_parameter(run.recipe, run.setup))
+    loss = fast["speed.loss"].value
+    compiled = fast["speed.compile"].value == "on" if loss in lm_head_loss.CHUNKED else None
+    state = step_work.optimizer_bytes_per_parameter(run.recipe, run.setup)
+    step = batch_search.StepKind(compiled, state, fp8=loss == "chunked_fp8")
     with run.setup.autocast():
         return batch_search.search(adapted, rows, batch, step, run.checks)
 

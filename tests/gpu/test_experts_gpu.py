@@ -19,6 +19,7 @@ from finetune.kernels import expert_ops as ops
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 from finetune.quantization import mxfp4_experts, stacked_experts
 from finetune.speed import fused_experts
+from finetune.speed.expert_gemms import Held, Routing, down, down_gradient, gate_up, gate_up_gradient
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
 from finetune.speed.packing_isolation import prove_apart
@@ -120,6 +121,32 @@ def test_adapter_gradients(route: str, shape: tuple[int, int, int, int], rank: i
         assert error(made, wanted) < 1e-3
 
 
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("shape", [*SIZES, (700, 2, 1408, 352)], ids=str)
+@pytest.mark.parametrize("rank", [0, 16, 64])
+def test_fp8_products_are_those_of_the_cpu(route: str, shape: tuple[int, int, int, int], rank: int) -> None:
+    """Gate and up, down, and both gradients; the widths of some shapes are no multiple of a tile."""
+    tokens, each, hidden, width = shape
+    width = width // 16 * 16
+    sorted_rows = routed(route, tokens, each)
+    there = Routing(*sorted_rows, each)
+    here = Routing(*(one.cpu() for one in sorted_rows), each)
+    for inputs, outputs, below in ((hidden, 2 * width, True), (width, hidden, False)):
+        stored = stacked_experts.quantize(rounded(COUNT, outputs, inputs)[0], "fp8")
+        scale = stored.dequantize_by.scale
+        thin = rounded(COUNT, *((rank, inputs) if below else (outputs, rank)))[0] if rank else None
+        on_gpu = Held(thin, stored.detach(), scale, None, True)
+        on_cpu = Held(*(None if one is None else one.cpu() for one in on_gpu[:4]), True)
+        forward, backward = (gate_up, gate_up_gradient) if below else (down, down_gradient)
+        rows = tokens if below else tokens * each
+        x = rounded(rows, inputs + (0 if below else rank))[0]
+        made = forward(x, on_gpu, there)
+        assert error(made, forward(x.cpu(), on_cpu, here)) < 5e-3
+        grad = rounded(tokens * each, outputs + rank)[0] if below else rounded(tokens, outputs)[0]
+        made = backward(grad, on_gpu, there)
+        assert error(made, backward(grad.cpu(), on_cpu, here)) < 5e-3
+
+
 STORAGES = ["nf4", "fp4", "fp8", "int8"]
 
 
@@ -156,7 +183,8 @@ def test_a_step_of_quantized_experts_with_their_own_gate(storage: str, compiled:
     model, own = (mixture(None, storage=storage, family="gpt_oss") for _ in range(2))
     stacked_experts.dequantize(own)
     fused_experts.install_quantized(model)
-    assert_same_step(model, own, compiled)
+    # In bf16, transformers' forward is 5.7% off float32 there, and this one 5.0% (measured on a CPU)
+    assert_same_step(model, own, compiled, allowed=0.08)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -167,16 +195,17 @@ def test_a_quantized_model_s_step_is_pefts(storage: str, compiled: bool) -> None
     stacked_experts.dequantize(own)
     fused_experts.install_quantized(model)
     Fused(model, decoder_layers(model))
-    assert_same_step(model, own, compiled)
+    # GEMMs on fp8 values round the rows to fp8, too
+    assert_same_step(model, own, compiled, allowed=0.08 if storage == "fp8" else 0.03)
 
 
-def assert_same_step(model: Any, own: Any, compiled: bool) -> None:
+def assert_same_step(model: Any, own: Any, compiled: bool, allowed: float = 0.03) -> None:
     """The step is that of PEFT's own forward, and the same twice, to the last bit."""
     torch._dynamo.reset()
     for layer in decoder_layers(model) if compiled else []:
         layer.compile(fullgraph=True)
     (loss, gradients), (right, theirs) = step(model), step(own)
-    assert abs(loss - right) < 5e-3 and apart(gradients, theirs) < 0.03
+    assert abs(loss - right) < 5e-3 and apart(gradients, theirs) < allowed
     again, same = step(model)
     assert again == loss and all(torch.equal(same[name], gradients[name]) for name in same)
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from finetune.autoconfig import memory_estimate
-from finetune.speed import chunked_cross_entropy
+from finetune.speed import chunked_cross_entropy, fp8_cross_entropy
 from finetune.speed.chunked_cross_entropy import Head
 from support.kernel_steps import error
 from support.runs import metrics, run_checks
@@ -20,6 +20,9 @@ pytestmark = [
     # torch says so of its own set_sync_debug_mode (torch/csrc/cuda/Module.cpp)
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
+
+if torch.cuda.is_available():
+    from finetune.kernels import triton_loss
 
 ROWS, HIDDEN, VOCABULARY = 3000, 1024, 32003  # a vocabulary that no tile divides
 
@@ -41,6 +44,34 @@ def sums_in_fp32() -> Iterator[None]:
     matmul.allow_bf16_reduced_precision_reduction = False
     yield
     matmul.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("vocabulary", [32000, 151936])
+def test_in_fp8_it_is_close_and_equals_the_cpu(share: float, vocabulary: int) -> None:
+    hidden, _, labels = inputs_with(share)
+    labels = torch.where(labels >= vocabulary, vocabulary - 1, labels)
+    made = torch.Generator("cuda").manual_seed(1)
+    weight = (torch.randn(vocabulary, HIDDEN, generator=made, device="cuda") / 8).bfloat16()
+
+    def result(fp8: bool) -> list[torch.Tensor]:
+        loss = chunked_cross_entropy.token_loss(hidden, Head(weight), labels, fp8=fp8)
+        return [loss.nll, loss.entropy, *torch.autograd.grad(loss.nll * 0.3, hidden)]
+
+    ours, wanted = result(True), result(False)
+    if share:
+        assert error(ours[0], wanted[0]) < 1e-5 and error(ours[1], wanted[1]) < 1e-3
+        assert error(ours[2], wanted[2]) < 0.06
+    else:
+        assert all(not one.any() for one in ours)
+    logits = (hidden[:100].detach() @ weight.T).bfloat16()
+    there = triton_loss.gradient_in_fp8(logits, labels[:100])
+    here = fp8_cross_entropy.gradient_in_fp8(logits.cpu(), labels[:100].cpu())
+    assert torch.equal(there[1].cpu(), here[1])
+    kept = labels[:100] != -100
+    for place in (0, 2, 3, 4):
+        if kept.any():
+            assert error(there[place][kept].float(), here[place][kept.cpu()].float()) < 3e-3
 
 
 @pytest.mark.parametrize("compiled", [False, True])

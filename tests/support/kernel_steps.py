@@ -6,7 +6,7 @@ import torch
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    got, expected = got.double().cpu(), expected.double().cpu()
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
     return float((got - expected).norm() / expected.norm())
 
 

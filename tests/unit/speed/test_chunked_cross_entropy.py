@@ -14,7 +14,7 @@ from finetune.adapters import trainable_parameters
 from finetune.autoconfig import memory_estimate
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
-from finetune.speed import chunked_cross_entropy, lm_head_loss
+from finetune.speed import chunked_cross_entropy, fp8_cross_entropy, lm_head_loss
 from finetune.speed.chunked_cross_entropy import Head
 from support.runs import metrics, run_checks
 from support.soak import soak_except
@@ -393,3 +393,51 @@ def test_a_run_check_fails_where_another_loss_ran() -> None:
         loss.installed = done
         loss.add_run_check(operations, 2, checks)
         assert checks.entries[0].passed is ok
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_in_fp8_it_is_close_to_the_cross_entropy(share: float, weighted: bool, monkeypatch) -> None:
+    """The loss is the same, and the gradient close; evaluation is bit for bit the same."""
+    made = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 32, generator=made).bfloat16() / 2
+    hidden = torch.randn(ROWS, 32, generator=made).bfloat16().requires_grad_()
+    labels = torch.randint(64, (ROWS,), generator=made)
+    labels[torch.rand(ROWS, generator=made) >= share] = -100
+    weights = torch.rand(ROWS, generator=made) if weighted else None
+
+    def result(fp8: bool) -> list[torch.Tensor]:
+        loss = chunked_cross_entropy.token_loss(hidden, Head(weight), labels, weights=weights, fp8=fp8)
+        assert loss.nll is not None and loss.entropy is not None
+        return [loss.nll, loss.entropy, *torch.autograd.grad(loss.nll * 0.3, hidden)]
+
+    right = result(False)
+    for chunk_bytes in (1, 2**30):
+        monkeypatch.setattr(fp8_cross_entropy, "CHUNK_BYTES", chunk_bytes)
+        for ours, wanted, allowed in zip(result(True), right, (1e-5, 1e-2, 0.05), strict=True):
+            assert (
+                torch.equal(ours, wanted) if not share else (ours - wanted).norm() < allowed * wanted.norm()
+            )
+    with torch.no_grad():
+        values = [
+            chunked_cross_entropy.token_loss(hidden, Head(weight), labels, fp8=fp8).nll
+            for fp8 in (True, False)
+        ]
+    assert torch.equal(*values)  # type: ignore[arg-type] (both are tensors)
+
+
+def test_a_head_that_fp8_does_not_serve_says_why() -> None:
+    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+    reasons = [
+        fp8_cross_entropy.unsupported_reason(*given[:1], bias=given[1], softcap=given[2])
+        for given in (
+            (weight.float(), False, None),
+            (torch.nn.Parameter(weight), False, None),
+            (weight, True, None),
+            (weight, False, 30.0),
+            (weight[:63], False, None),
+            (weight, False, None),
+        )
+    ]
+    wanted = ("float32", "trains", "bias", "softcap", "multiple of 16", "compute capability")
+    assert all(word in reason for word, reason in zip(wanted, reasons, strict=True))
