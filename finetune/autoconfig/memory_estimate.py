@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from finetune.core import model_config
 from finetune.core.model_config import ModelConfig
+from finetune.kernels.kernel_limits import FP8_MULTIPLE, FP8_WIDTH
 
 GIB = 2**30
 # Share of the free memory that training may fill. Fragmentation of the allocator takes the rest.
@@ -227,23 +228,40 @@ def backward_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
     if one.routed:  # the gradient of gate, up and both products, and of each expert's input
         values += tokens * (one.intermediate + one.routed * one.hidden)
     if keeps.dequantized:
-        values += one.stack
+        values += one.stack  # in fp8 on Hopper, transposed in place of dequantized: half as many bytes
     if keeps.experts == "peft":  # the gradients of B A and of its sum with the weights
         values += 2 * one.stack
     return 2 * values / GIB
 
 
-def loss_gib(config: ModelConfig, tokens: int, *, compiled: bool = True, trained: bool = False) -> float:
+def loss_in_fp8(config: ModelConfig, *, trained: bool) -> bool:
+    """Return whether `speed.loss: auto` computes a gradient in fp8 on an fp8 base model (`lm_head_loss`).
+
+    Args:
+        trained: whether the output head trains.
+    """
+    one = widths(config)
+    sizes = one.vocabulary % FP8_MULTIPLE == one.hidden % FP8_MULTIPLE == 0
+    return not trained and softcap(config) is None and one.hidden >= FP8_WIDTH and sizes
+
+
+def loss_gib(
+    config: ModelConfig, tokens: int, *, compiled: bool = True, trained: bool = False, fp8: bool = False
+) -> float:
     """Return GiB that the loss needs in addition to the layers' activations.
 
     They hold a chunk's logits, the gradient of the hidden states, and the tensors of the last norm. A trained
     head adds its copy in 16 bits, the gradient of a chunk, and the sum of the gradients in fp32. An 8B Llama
-    at 16,384 tokens needs 1.73 GiB, measured 1.77 GiB.
+    at 16,384 tokens needs 1.73 GiB, measured 1.77 GiB. On an fp8 base model, the head has an fp8 copy.
+
+    Args:
+        fp8: whether the base model is in fp8.
     """
     one = widths(config)
     bytes_per_token = logit_bytes(compiled=compiled, capped=softcap(config) is not None)
     rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * bytes_per_token))
-    head = 8 * one.vocabulary * one.hidden if trained else 0
+    bytes_of_copies = 8 if trained else 1 if fp8 and loss_in_fp8(config, trained=trained) else 0
+    head = bytes_of_copies * one.vocabulary * one.hidden
     return (rows * one.vocabulary * bytes_per_token + 12 * tokens * one.hidden + head) / GIB
 
 
@@ -309,7 +327,8 @@ def activations(
         extra: GiB of additional activations, from quantization-aware training (`qat.kept_gib`).
     """
     one = widths(config)
-    loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted or keeps.head)
+    trained = not keeps.adapted or keeps.head
+    loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=trained, fp8=keeps.fp8)
     moments = loss, backward_gib(config, tokens, keeps)
     room = usable - max(moments) - MARGIN_GIB
     row = tokens * one.hidden * 2 / GIB

@@ -14,19 +14,17 @@ import torch
 
 from finetune.kernels import ops
 from finetune.kernels.expert_ops import multiply_tiles
+from finetune.kernels.kernel_limits import FP8_EXPERTS_CAPABILITY
 from finetune.kernels.registration import operator, shapes_of
 
 triton_fp8_experts: Any = None
 if torch.cuda.is_available():
     from finetune.kernels import triton_fp8_experts
 
-# The kernel's tiles were chosen on Hopper. GPUs with less shared memory can't hold them.
-CAPABILITY = (9, 0)
-
 
 def has_kernel(device: torch.device) -> bool:
     """Return whether the GPU has the kernels of this module."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == FP8_EXPERTS_CAPABILITY
 
 
 @operator(

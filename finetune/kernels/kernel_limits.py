@@ -46,6 +46,10 @@ LENGTH_MULTIPLES = {"cudnn": 64}
 
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
 FP8_MULTIPLE = 16  # fp8 GEMMs need both dimensions of a weight to be a multiple of this
+FP8_WIDTH = 2048  # smallest hidden size for which `auto` uses fp8
+# GPUs that multiply fp8 experts as they are. The tiles were chosen on Hopper; other GPUs with fp8 have less
+# shared memory, or were not measured.
+FP8_EXPERTS_CAPABILITY = (9, 0)
 
 # Largest rank of an adapter on experts.
 MAX_EXPERTS_RANK = 128

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from finetune.autoconfig import attention_choice, cuda_graphs, memory_estimate
 from finetune.core import model_config
 from finetune.hardware import gpus
+from finetune.kernels import kernel_limits
 from finetune.planning import measured_rates, sharding_cost
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ COPY = 0.88
 THIN = 0.5
 # Share of a GEMM's rate that grouped GEMMs reach at 1,024 tokens for each expert (benchmarks/LOG.md).
 GROUPED = 0.79
+# The same for grouped GEMMs of fp8 experts: 14.8 TFLOP in 15.5 ms (fp8 in benchmarks/experts.json).
+GROUPED_FP8 = 0.68
 # Share of a copy's rate that PyTorch's element-wise kernels reach (adapters.json, 16 rows of the 1.1B model).
 EAGER = 0.60
 # TFLOP/s: the peak of the GPU on which `attention_choice.SPEED` was measured.
@@ -99,6 +102,8 @@ class Rates(NamedTuple):
     host: float
     """Bytes/s to CPU memory, and the same rate back."""
     source: str
+    fp8_experts: bool = False
+    """Whether the GPU multiplies fp8 experts as they are."""
 
 
 class Pass(NamedTuple):
@@ -190,7 +195,8 @@ def shipped(name: str, attention: str, step: Pass) -> Rates | None:
         gpu.link / 2 * LINK,
         gpu.host * HOST,
     )
-    return Rates(*rates, f"fractions of the data sheet's peaks, {measured}")
+    fp8_experts = gpu.capability == kernel_limits.FP8_EXPERTS_CAPABILITY
+    return Rates(*rates, f"fractions of the data sheet's peaks, {measured}", fp8_experts)
 
 
 def of_step(
@@ -285,15 +291,24 @@ def _gemm_seconds(work: Workload, rates: Rates) -> tuple[float, float]:
     times = (3 if step.full else 2) + again + step.halves * gate_and_up
     base = 2 * _linear_size(linear) * step.tokens / _base_rate(step, rates) * times
     head = 2 * one.vocabulary * one.hidden * step.tokens / rates.product
-    head *= 3 if step.full or adapter.head else 2
+    if _base_rate(step, rates) == rates.fp8 and memory_estimate.loss_in_fp8(config, trained=adapter.head):
+        head *= 1 + rates.product / rates.fp8
+    else:
+        head *= 3 if step.full or adapter.head else 2
     size, experts = memory_estimate.routed_size(config), kept.experts == "peft"
-    once = 2 * size * step.tokens / (GROUPED * rates.product)
+    rate = GROUPED_FP8 * rates.fp8 if _fp8_experts(work, rates) else GROUPED * rates.product
+    once = 2 * size * step.tokens / rate
     once = max(once, 2 * _stacked_weights(one) / rates.bandwidth)  # all weights are read once
     grouped = once * ((3 if step.full or experts else 2) + again)
     thin = 0.0
     if adapter.rank and not step.full:
         thin = 6 * _adapter_size(config, adapter) * step.tokens / (THIN * rates.product) * (1 + again / 3)
     return base, base + grouped + head + thin
+
+
+def _fp8_experts(work: Workload, rates: Rates) -> bool:
+    """Return whether the experts' GEMMs multiply fp8 values."""
+    return work.step.storage == "fp8" and work.keeps.dequantized and rates.fp8_experts
 
 
 def _stacked_weights(one: Widths) -> float:
@@ -312,7 +327,10 @@ def _memory_seconds(work: Workload, moved: tuple[float, float], rates: Rates) ->
     copies = step.tokens * one.layers * (forward * (1 + again) + backward)
     copies += step.tokens * one.vocabulary * (6 if kept.compiled else 24)
     weights, stacks = weight_passes(_linear_size(linear), step, again), _stacked_weights(one)
-    if kept.dequantized:
+    if _fp8_experts(work, rates):  # the rows of all experts are rounded, and the weights transposed
+        rounded = 6 * one.routed * one.hidden + 9 * one.intermediate
+        weights += step.tokens * one.layers * rounded + weight_passes(int(stacks), step, again)
+    elif kept.dequantized:
         weights += weight_passes(int(stacks), step, again, dequantized=True)
     if kept.experts == "peft":  # B A, its sum with the weights, and their gradients (row `peft`)
         weights += 60 * stacks

@@ -278,7 +278,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         saved = ctx.saved_tensors
         x, weights, z, order, places, ends, tiles, outer, inner = saved[:9]
-        held_first, held_last = Held(*saved[9:13], ctx.fp8), Held(*saved[13:], ctx.fp8)
+        held_first, held_last = Held(*saved[9:13], fp8=ctx.fp8), Held(*saved[13:], fp8=ctx.fp8)
         dy, each, wide = grads[0].contiguous(), weights.shape[1], 2 * ctx.size
         routing = Routing(order, places, ends, tiles, each)
         g = expert_gemms.down_gradient(dy, held_last, routing)
@@ -399,9 +399,11 @@ class FusedExperts:
     def summary(self) -> str:
         """Say how many layers have fused experts, and why others do not. It is empty without experts."""
         left = [f"{count} by transformers: {reason}" for reason, count in sorted(self.left.items())]
-        served = len(self.served) + len(self.installed)
-        total = served + sum(self.left.values())
-        return "; ".join([f"experts of {served} of {total} layers", *left]) if total else ""
+        served = [*self.served, *self.installed]
+        total = len(served) + sum(self.left.values())
+        in_fp8 = sum(isinstance(one, Experts) and one.fp8 for one in served)
+        gemms = f", {in_fp8} with fp8 GEMMs" if in_fp8 else ""
+        return "; ".join([f"experts of {len(served)} of {total} layers{gemms}", *left]) if total else ""
 
     def wrappers(self) -> set[nn.Module]:
         """Return PEFT's wrappers around fused experts."""

@@ -24,7 +24,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice, RunChecks
 from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import launch_environment
-from finetune.models.fp8_support import FP8_WIDTH
+from finetune.kernels.kernel_limits import FP8_WIDTH
 from finetune.quantization.fp8_linear import Fp8Linear
 from finetune.speed import fp8_cross_entropy, loss_weights, router_balance
 from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
@@ -151,7 +151,7 @@ def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice
 
 
 def _fp8_unsupported_reason(base: PreTrainedModel) -> str:
-    head = base.get_output_embeddings()
+    head: Any = base.get_output_embeddings()
     return fp8_cross_entropy.unsupported_reason(
         head.weight, bias=head.bias is not None, softcap=formula(base.config).softcap
     )

@@ -142,7 +142,8 @@ def needed(
     at_loss, at_backward = memory_estimate.peak_activations_gib(
         memory, chosen["speed.activation_checkpointing"].value
     )
-    at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, trained=spec.head)
+    of_head = {"trained": spec.head, "fp8": keeps.fp8}
+    at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, **of_head)
     at_backward += memory_estimate.backward_gib(model.config, tokens, keeps)
     allocated = sum(p.nbytes for p in model.parameters()) + (4 + bytes_per_parameter) * spec.trained
     total = allocated / memory_estimate.GIB + max(at_loss, at_backward)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_products_on_fp8_values_are_those_on_dequantized_values(rank: int, route
     ids = {"any": ids, "an expert with no token": ids.clamp(min=1)}.get(route, torch.full_like(ids, 2))
     routing = Routing(*expert_ops.sort_by_expert(ids, EXPERTS), EACH)
     for inputs, outputs, below in ((HIDDEN, 2 * WIDTH, True), (WIDTH, HIDDEN, False)):
-        stored = stacked_experts.quantize(torch.randn(EXPERTS, outputs, inputs), "fp8")
+        stored: Any = stacked_experts.quantize(torch.randn(EXPERTS, outputs, inputs), "fp8")
         thin = torch.randn(EXPERTS, *((rank, inputs) if below else (outputs, rank))) if rank else None
         held = [Held(thin, stored.detach(), stored.dequantize_by.scale, None, fp8) for fp8 in (True, False)]
         forward, backward = (gate_up, gate_up_gradient) if below else (down, down_gradient)
@@ -47,7 +49,7 @@ def test_rows_of_powers_of_two_are_multiplied_exactly() -> None:
     )
     weight = torch.randint(-8, 9, (EXPERTS, 2 * WIDTH, HIDDEN)).float()
     weight[..., 0] = 448.0  # the scale of each row is 1
-    stored = stacked_experts.quantize(weight, "fp8")
+    stored: Any = stacked_experts.quantize(weight, "fp8")
     x = 2.0 ** torch.randint(-2, 3, (TOKENS, HIDDEN))
     x[:, 0] = 448.0
     held = Held(None, stored.detach(), stored.dequantize_by.scale, None, True)
