@@ -301,9 +301,9 @@ def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str,
 
 NAMES = {
     "bf16": "finetune, bf16",
-    "fp8": "finetune, experts in fp8",
-    "fp8-dequantized": "finetune, experts in fp8, dequantized for each GEMM (older code)",
-    "nf4": "finetune, experts in NF4",
+    "fp8": "finetune, fp8 base model and GEMMs",
+    "fp8-dequantized": "finetune, fp8 base model, experts dequantized for each GEMM (older code)",
+    "nf4": "finetune, NF4 base model",
     "int8": "finetune, int8",
     "bf16-graphs": "finetune, bf16, CUDA graphs",
     "bf16-2048": "finetune, bf16, 1 x 2,048 tokens",
