@@ -61,6 +61,8 @@ def main() -> None:
     print(table(rows))
 
 
+# The loss of the rows of gpu.py and multi_gpu.py, which were measured before `chunked_fp8`.
+LOSS = "speed.loss=chunked"
 # Rows of experts.json whose time was that of Python, with operators that took longer to call than today.
 SLOWER = ("nf4-2048", "nf4-full-attention-1")
 
@@ -123,13 +125,13 @@ def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Seque
     if row.recipe:
         job = gpu.Job(name, model, data, row.length, row.batch, 10, row, place)
         own = HERE.parent / "recipes" / "gpus" / row.recipe
-        given = [*gpu.of_recipe(job, place / "run"), *row.changes, *changes]
+        given = [*gpu.of_recipe(job, place / "run"), *row.changes, *changes, LOSS]
         return make(loader.load(own, given), measured["gpu"], row.cap_gib)
     sizes = {"length": row.length, "batch": row.batch, "steps": max(14, row.steps)}
     text = gpu.RECIPE.format(model=model, data=data, folder=place / "run", **sizes)
     path = place / f"{name}.yaml"
     path.write_text(text)
-    return make(loader.load(path, [*row.changes, *changes]), measured["gpu"], row.cap_gib)
+    return make(loader.load(path, [*row.changes, *changes, LOSS]), measured["gpu"], row.cap_gib)
 
 
 def planned_launch(name: str, measured: dict[str, Any], place: Path) -> Plan:
@@ -152,7 +154,7 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> Plan:
     if row.recipe:
         job = multi_gpu.Job(name, count, model, place / "rows.jsonl", row.length, row, 10, place)
         path, given = HERE.parent / "recipes" / row.recipe, gpu.of_recipe(job, place / "run")
-    return make(loader.load(path, given), measured["gpu"], None, count, by if count > 1 else None)
+    return make(loader.load(path, [*given, LOSS]), measured["gpu"], None, count, by if count > 1 else None)
 
 
 def planned_shape(row: dict[str, Any], place: Path) -> Plan:

@@ -169,7 +169,8 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     graphs = cuda_graphs.choose(
         speed.compile, compile, unsupported=work.graphs_unsupported, gemm_seconds=gemms, kind=spec.kind
     )
-    keeps = keeps_of(spec, work.parts, fused=fused.value == "on", compiled=compile.value == "on")
+    on = {"fused": fused.value == "on", "compiled": compile.value == "on"}
+    keeps = keeps_of(spec, work.parts, speed.loss, **on)
     plan = plan_memory(spec, work, keeps, speed.offload)
     plan = plan._replace(unfused=f"speed.fused: {spec.unfused or fused.reason}")
     once = work.no_recompute and speed.activation_checkpointing == "auto"
@@ -200,12 +201,14 @@ def plan_memory(spec: ModelSpec, work: Work, keeps: Keeps, offload: str) -> Memo
     )._replace(host=work.host)
 
 
-def keeps_of(spec: ModelSpec, parts: int, *, fused: bool, compiled: bool) -> Keeps:
+def keeps_of(spec: ModelSpec, parts: int, loss: str, *, fused: bool, compiled: bool) -> Keeps:
     """Describe the activations that backward keeps.
 
     Args:
         parts: the number of shards of the optimizer state.
+        loss: `speed.loss`, or the choice for it.
     """
+    chosen = spec.codes == "fp8" and memory_estimate.loss_in_fp8(spec.config, trained=spec.head)
     return memory_estimate.Keeps(
         fused=fused and spec.fused_mlps,
         compiled=compiled,
@@ -217,6 +220,7 @@ def keeps_of(spec: ModelSpec, parts: int, *, fused: bool, compiled: bool) -> Kee
         four_bit=spec.codes == "4-bit",
         uncast=spec.adapted and parts > 1,
         fp8=spec.codes == "fp8",
+        loss_fp8=loss == "chunked_fp8" or (loss == "auto" and chosen),
         head=spec.head,
         experts=spec.experts,
         dequantized=spec.dequantized,
@@ -254,7 +258,7 @@ def _with_unknown_layers(spec: ModelSpec, speed: Speed, work: Work, fused: Choic
     if problems:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
     offload = Choice(speed.offload if speed.offload != "auto" else "none", reason)
-    keeps = keeps_of(spec, work.parts, fused=False, compiled=False)
+    keeps = keeps_of(spec, work.parts, speed.loss, fused=False, compiled=False)
     plan, choice = plan_memory(spec, work, keeps, offload.value), Choice("off", reason)
     return Decisions(fused, choice, Choice("none", reason), _with_gain(offload, spec), choice, plan, keeps)
 

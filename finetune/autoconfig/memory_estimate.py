@@ -124,6 +124,8 @@ class Keeps(NamedTuple):
     """
     fp8: bool = False
     """The GEMMs of the base model run in fp8."""
+    loss_fp8: bool = False
+    """The gradient of the hidden states is computed in fp8 (`speed.loss: chunked_fp8`)."""
     head: bool = False
     """The output head trains (`modules_to_save`)."""
     experts: str = ""
@@ -252,16 +254,15 @@ def loss_gib(
 
     They hold a chunk's logits, the gradient of the hidden states, and the tensors of the last norm. A trained
     head adds its copy in 16 bits, the gradient of a chunk, and the sum of the gradients in fp32. An 8B Llama
-    at 16,384 tokens needs 1.73 GiB, measured 1.77 GiB. On an fp8 base model, the head has an fp8 copy.
+    at 16,384 tokens needs 1.73 GiB, measured 1.77 GiB. `chunked_fp8` holds an fp8 copy of the head.
 
     Args:
-        fp8: whether the base model is in fp8.
+        fp8: `Keeps.loss_fp8`.
     """
     one = widths(config)
     bytes_per_token = logit_bytes(compiled=compiled, capped=softcap(config) is not None)
     rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * bytes_per_token))
-    bytes_of_copies = 8 if trained else 1 if fp8 and loss_in_fp8(config, trained=trained) else 0
-    head = bytes_of_copies * one.vocabulary * one.hidden
+    head = (8 if trained else 1 if fp8 else 0) * one.vocabulary * one.hidden
     return (rows * one.vocabulary * bytes_per_token + 12 * tokens * one.hidden + head) / GIB
 
 
@@ -328,7 +329,7 @@ def activations(
     """
     one = widths(config)
     trained = not keeps.adapted or keeps.head
-    loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=trained, fp8=keeps.fp8)
+    loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=trained, fp8=keeps.loss_fp8)
     moments = loss, backward_gib(config, tokens, keeps)
     room = usable - max(moments) - MARGIN_GIB
     row = tokens * one.hidden * 2 / GIB

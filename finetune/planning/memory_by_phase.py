@@ -159,7 +159,7 @@ def _largest_moment(
     buckets = 4 * trained if share.buckets else 0.0
     gradients = 4 * trained / share.states
     at_loss, at_backward = memory_estimate.peak_activations_gib(plan, chosen.checkpointing)
-    of_head = {"trained": full or kept.head, "fp8": kept.fp8}
+    of_head = {"trained": full or kept.head, "fp8": kept.loss_fp8}
     loss = memory_estimate.loss_gib(config, tokens, compiled=kept.compiled, **of_head)
     passing = memory_estimate.backward_gib(config, tokens, kept)
     if plan.offloaded:  # two layers' inputs: one on its way to the CPU and one on its way back

@@ -291,7 +291,7 @@ def _gemm_seconds(work: Workload, rates: Rates) -> tuple[float, float]:
     times = (3 if step.full else 2) + again + step.halves * gate_and_up
     base = 2 * _linear_size(linear) * step.tokens / _base_rate(step, rates) * times
     head = 2 * one.vocabulary * one.hidden * step.tokens / rates.product
-    if _base_rate(step, rates) == rates.fp8 and memory_estimate.loss_in_fp8(config, trained=adapter.head):
+    if kept.loss_fp8 and rates.fp8:
         head *= 1 + rates.product / rates.fp8
     else:
         head *= 3 if step.full or adapter.head else 2

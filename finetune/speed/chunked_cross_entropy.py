@@ -87,6 +87,8 @@ class Head(NamedTuple):
     """(vocabulary,), with a gradient if it trains."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)."""
+    fp8: bool = False
+    """Whether the gradient of the hidden states is computed in fp8 (`fp8_cross_entropy`)."""
 
 
 def token_loss(
@@ -97,7 +99,6 @@ def token_loss(
     weights: Tensor | None = None,
     num_labels: int | None = None,
     compiled: bool = False,
-    fp8: bool = False,
 ) -> TokenLoss:
     """Sum -log softmax(h W^T + b)[label] over the tokens with a label, as `cross_entropy(reduction="sum")`.
 
@@ -108,9 +109,8 @@ def token_loss(
         labels: (...), int64. -100 means no label.
         weights: (...). Each label's weight in the sum. `None` means 1.
         num_labels: number of labels that are not -100. `None` waits for the device to count them.
-        fp8: whether the gradient of the hidden states is computed in fp8 (`fp8_cross_entropy`).
     """
-    weight, bias, softcap = head
+    weight, bias, softcap, fp8 = head
     device = weight.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype

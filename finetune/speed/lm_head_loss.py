@@ -381,14 +381,13 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False, fp8: bo
         )
         result = token_loss(
             hidden * found.scale if found.scale != 1 else hidden,
-            Head(weight, bias if bias is None else bias * found.scale, found.softcap),
+            Head(weight, bias if bias is None else bias * found.scale, found.softcap, fp8),
             torch.nn.functional.pad(
                 labels[:, 1:], (0, 1), value=IGNORED
             ),  # a copy of ids, not of hidden states
             weights=None if weights is None else loss_weights.of_next(weights),
             num_labels=num_labels,
             compiled=compiled,
-            fp8=fp8,
         )
         if balance and self.training:
             result.aux_loss, use = balance.read(inputs.get("attention_mask"))

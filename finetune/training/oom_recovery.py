@@ -137,12 +137,12 @@ def needed(
     if setup.launch.sharded or not spec.layers:
         return ""
     fused, compiled = (chosen[f"speed.{name}"].value == "on" for name in ("fused", "compile"))
-    keeps = decisions.keeps_of(spec, 1, fused=fused, compiled=compiled)
+    keeps = decisions.keeps_of(spec, 1, chosen["speed.loss"].value, fused=fused, compiled=compiled)
     memory = decisions.plan_memory(spec, Work(tokens, None), keeps, chosen["speed.offload"].value)
     at_loss, at_backward = memory_estimate.peak_activations_gib(
         memory, chosen["speed.activation_checkpointing"].value
     )
-    of_head = {"trained": spec.head, "fp8": keeps.fp8}
+    of_head = {"trained": spec.head, "fp8": keeps.loss_fp8}
     at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, **of_head)
     at_backward += memory_estimate.backward_gib(model.config, tokens, keeps)
     allocated = sum(p.nbytes for p in model.parameters()) + (4 + bytes_per_parameter) * spec.trained

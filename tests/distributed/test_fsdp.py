@@ -289,7 +289,7 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
         assert work.arriving_gib == pytest.approx(more / 2**30), "autocast's copies"
         assert work.bytes_per_parameter == (16 if processes > 1 else 12), "and the gradients DDP sends"
     spec = live_model_spec(base)
-    kept = decisions.keeps_of(spec, 1, fused=False, compiled=False)
+    kept = decisions.keeps_of(spec, 1, "auto", fused=False, compiled=False)
 
     def room_of(work: Work) -> float:
         return decisions.plan_memory(spec, work, kept, "none").room

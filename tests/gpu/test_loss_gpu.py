@@ -55,7 +55,7 @@ def test_in_fp8_it_is_close_and_equals_the_cpu(share: float, vocabulary: int) ->
     weight = (torch.randn(vocabulary, HIDDEN, generator=made, device="cuda") / 8).bfloat16()
 
     def result(fp8: bool) -> list[torch.Tensor]:
-        loss = chunked_cross_entropy.token_loss(hidden, Head(weight), labels, fp8=fp8)
+        loss = chunked_cross_entropy.token_loss(hidden, Head(weight, fp8=fp8), labels)
         return [loss.nll, loss.entropy, *torch.autograd.grad(loss.nll * 0.3, hidden)]
 
     ours, wanted = result(True), result(False)

@@ -185,7 +185,7 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     machine, _ = planned_machine.find("b200", 2)
     run, _ = planned_run.planned_run(loaded, machine, 2, sharding_cost.DDP)
     spec, found = planned_spec.model_spec(run, fused=False), run.model
-    kept = decisions.keeps_of(spec, 1, fused=False, compiled=True)
+    kept = decisions.keeps_of(spec, 1, "auto", fused=False, compiled=True)
     linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096
 
     def left(precision: str, by: sharding_cost.Sharding) -> float:

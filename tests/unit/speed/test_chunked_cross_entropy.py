@@ -407,7 +407,7 @@ def test_in_fp8_it_is_close_to_the_cross_entropy(share: float, weighted: bool, m
     weights = torch.rand(ROWS, generator=made) if weighted else None
 
     def result(fp8: bool) -> list[torch.Tensor]:
-        loss = chunked_cross_entropy.token_loss(hidden, Head(weight), labels, weights=weights, fp8=fp8)
+        loss = chunked_cross_entropy.token_loss(hidden, Head(weight, fp8=fp8), labels, weights=weights)
         assert loss.nll is not None and loss.entropy is not None
         return [loss.nll, loss.entropy, *torch.autograd.grad(loss.nll * 0.3, hidden)]
 
@@ -420,7 +420,7 @@ def test_in_fp8_it_is_close_to_the_cross_entropy(share: float, weighted: bool, m
             )
     with torch.no_grad():
         values = [
-            chunked_cross_entropy.token_loss(hidden, Head(weight), labels, fp8=fp8).nll
+            chunked_cross_entropy.token_loss(hidden, Head(weight, fp8=fp8), labels).nll
             for fp8 in (True, False)
         ]
     assert torch.equal(*values)  # type: ignore[arg-type] (both are tensors)
