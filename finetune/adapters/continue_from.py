@@ -21,7 +21,7 @@ from finetune.recipe.adapter_rules import EMBEDDINGS, HEADS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
@@ -438,7 +438,9 @@ def load(
 
 
 def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
-    """Check that the file has every tensor of the adapter (exit 4). PEFT leaves missing tensors random.
+    """Check that the file has every tensor of the adapter and no others, and no NaN or Inf (exit 4).
+
+    PEFT leaves missing tensors random. It ignores other tensors, or loads them into the base model.
 
     Args:
         names: names of the tensors in the file.
@@ -447,14 +449,33 @@ def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
 
     # Otherwise PEFT would ask the Hub whether the embeddings were resized.
     live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    layers = {*EMBEDDINGS, *HEADS}  # PEFT saves whole embeddings that were resized or adapted
     if missing := sorted(live.keys() - set(names)):
+        what, found = (
+            f"the file lacks {len(missing)} of the adapter's tensors",
+            f"no {', '.join(missing[:3])}",
+        )
+    elif others := sorted(name for name in set(names) - live.keys() if not layers & {*name.split(".")}):
+        what, found = f"the file has {len(others)} tensors that the adapter lacks", ", ".join(others[:3])
+    else:
+        return check_finite(live, source)
+    raise UserError(
+        Problem(what, where=source, found=found, fix=untrusted_files.SAVE_AGAIN, code="adapter-files"),
+        code=Exit.ARTIFACT,
+    )
+
+
+def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Check that saved weights have no NaN or Inf (exit 4). Skip weights that are quantized or offloaded."""
+    whole = {name: one for name, one in tensors.items() if one.is_floating_point() and one.itemsize > 1}
+    if broken := [name for name, one in whole.items() if not (one.is_meta or bool(one.isfinite().all()))]:
         raise UserError(
             Problem(
-                f"the file lacks {len(missing)} of the adapter's tensors",
+                "the saved weights have NaN or Inf",
                 where=source,
-                found=f"no {', '.join(missing[:3])}",
-                fix=untrusted_files.SAVE_AGAIN,
-                code="adapter-files",
+                found=", ".join(sorted(broken)[:3]),
+                fix="restore the folder from a copy, or train again",
+                code="non-finite",
             ),
             code=Exit.ARTIFACT,
         )

@@ -158,7 +158,7 @@ CODES = {
     ),
     "path": (
         "finetune can't open a path: it is too long, a folder in place of a file, deleted by another "
-        "program, or access is denied."
+        "program, or access is denied. Or too many files are open."
     ),
     "launch-config": (
         "The accelerate config is wrong, or does not fit the recipe or the machine. The shipped "

@@ -41,6 +41,7 @@ LONGEST_NAME = 200  # characters of a name in `nearest`
 # errno values of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errno values of an OSError: the disk is full
+TOO_MANY = (errno.EMFILE, errno.ENFILE)  # errno values of an OSError: too many files are open
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # in the message of a library in Rust, such as safetensors
 OUT_OF_MEMORY = (
     "close other programs, use a smaller model, or use a machine with more memory; `free -h` shows it"
@@ -224,7 +225,7 @@ def unexpected(error: Exception, doing: str) -> UserError:
 
 
 def explain(error: Exception, doing: str) -> UserError:
-    """Return an exception as an error for users: out of memory, a bad path, a full disk, or `unexpected`.
+    """Return an exception as an error for users: no memory, a bad path, a full disk, or `unexpected`.
 
     Args:
         doing: `Stage.doing`, used if no stage is stored on the exception.
@@ -253,6 +254,17 @@ def explain(error: Exception, doing: str) -> UserError:
             )
         )
     number, where = (error.errno, error.filename) if isinstance(error, OSError) else (_rust_errno(error), "")
+    if number in TOO_MANY:
+        return UserError(
+            Problem(
+                "too many files are open",
+                where=str(where or "")[:LONGEST_NAME],
+                found=os.strerror(number),
+                fix="ulimit -n 4096, and run the command again",
+                code="path",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     if number not in FULL:
         return _changed_file(error, doing) or unexpected(error, doing)
     return UserError(

@@ -32,10 +32,17 @@ ONCE = "the backward pass would recompute in bf16, and get other tensors than th
 GONE = "another process of this launch ended or did not answer in time"
 _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
-_FORMS = (  # names of a launcher's variables, and their values
+_FORMS = (  # names of variables that libraries read, most of a launcher, and their values
     (r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_PORT|PARALLELISM_CONFIG_\w+_SIZE", r"-?\d{1,9}"),
     (r"ACCELERATE_GRADIENT_(CLIPPING|ACCUMULATION_STEPS)", r"|auto|-?\d{1,9}(\.\d{1,9})?"),
     (r"ACCELERATE_MIXED_PRECISION", r"|no|fp16|bf16|fp8"),
+    (r"ACCELERATE_LOG_LEVEL", r"(?i)notset|debug|info|warn|warning|error|critical|fatal"),
+    (
+        "FINETUNE_AFTER_OUT_OF_MEMORY",  # training.auto_correction writes it
+        r'|\[\[((, )?\["[\w.]+(checkpointing", "[\w:]+", "[\w:]+|size", "\d{1,9}", "\d{1,9})"\])*\], '
+        r'"([^"\\]|\\.)*", (true|false)\]',
+    ),
+    (r"(JUPYTER_)?(COLUMNS|LINES)", r"|\d{1,4}"),  # rich and shutil read them
 )
 CONFIG = "accelerate config"  # the name of the launch's settings in messages
 
@@ -59,10 +66,10 @@ def said(name: str, default: str = "") -> str:
 
 
 def check_variables() -> None:
-    """Refuse wrong values of a launcher's variables, and remove them, so that errors can be printed.
+    """Refuse wrong values of variables that libraries read, and remove them, so that errors can be printed.
 
     Raises:
-        UserError: a variable is not a number, or an unknown precision (exit 3).
+        UserError: a variable has another form, such as no number (exit 3).
     """
     wrong = {
         name: value
@@ -75,7 +82,7 @@ def check_variables() -> None:
     if wrong:
         raise UserError(
             Problem(
-                "a variable of the launcher has a wrong value",
+                "a variable of the environment has a wrong value",
                 found=", ".join(f"{name}={value!r}"[:100] for name, value in wrong.items())[:200],
                 fix=f"unset {' '.join(wrong)}",
                 code="launch-config",

@@ -99,7 +99,9 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     )
     if folder.weights == folder.model:
         with refused:
-            return open_base(recipe, str(folder.model))
+            full = open_base(recipe, str(folder.model))
+        continue_from.check_finite(dict(full.named_parameters()), str(folder.model))
+        return full
     from peft import PeftModel
 
     saved = checkpoint_headers.stored(folder.adapter)  # before the base model, which takes longer

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.hardware import gpus
+
+DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,11 @@ class Hardware:
 
 
 def detect() -> Hardware:
-    """Detect the devices of this machine. This imports torch."""
+    """Detect the devices of this machine. This imports torch.
+
+    Raises:
+        UserError: Accelerate's variable names another device (exit 3).
+    """
     import psutil
     import torch
 
@@ -44,5 +51,23 @@ def detect() -> Hardware:
         properties = torch.cuda.get_device_properties(0)
         capability = (properties.major, properties.minor)
         memory = properties.total_memory / 2**30
+        _check_variable("cuda", torch.cuda.device_count())
         return Hardware("cuda", properties.name, torch.cuda.device_count(), capability, memory, cores)
+    _check_variable("cpu", 1)
     return Hardware("cpu", "CPU", 1, (0, 0), psutil.virtual_memory().total / 2**30, cores)
+
+
+def _check_variable(device: str, count: int) -> None:
+    """Check that `ACCELERATE_TORCH_DEVICE`, which Accelerate follows, names a device that finetune uses."""
+    known, given = [device, *(f"{device}:{index}" for index in range(count))], os.environ.get(DEVICE)
+    if given not in (None, *known):
+        raise UserError(
+            Problem(
+                "the device is not one that finetune uses here",
+                found=f"{DEVICE}={given!r}"[:200],
+                expected=" or ".join(known),
+                fix=f"unset {DEVICE}",
+                code="launch-config",
+            ),
+            code=Exit.ENVIRONMENT,
+        )

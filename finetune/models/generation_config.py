@@ -3,10 +3,53 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from finetune.core import untrusted_files
+from finetune.core.config_values import FIX
+from finetune.core.errors import Problem, UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+NAME = "generation_config.json"
+# Keys whose numbers transformers accepts, so that most models need no import of it
+_USUAL = frozenset(
+    {
+        "_from_model_config", "bos_token_id", "do_sample", "eos_token_id", "max_length", "min_p",
+        "pad_token_id", "repetition_penalty", "temperature", "top_k", "top_p", "transformers_version",
+        "use_cache",
+    }
+)  # fmt: skip
+
+
+def check(folder: Path) -> None:
+    """Check that transformers accepts the generation config of a model's folder (exit 2)."""
+    path = folder / NAME
+    if not path.is_file():
+        return
+    content = untrusted_files.read_object(path, "model.name")
+    lists = {name for name, value in content.items() if isinstance(value, dict | list)}
+    if content.keys() <= _USUAL and lists <= {"eos_token_id"}:
+        return
+    from transformers import GenerationConfig
+
+    try:
+        if methods := [name for name in content if hasattr(GenerationConfig, name)]:
+            raise ValueError(f"{', '.join(methods)} would replace a method")
+        GenerationConfig.from_dict(content)
+    except Exception as error:  # transformers raises many types for values of a wrong type
+        raise UserError(
+            Problem(
+                "transformers does not accept the model's generation config",
+                "model.name",
+                where=str(path),
+                found=first_line(error),
+                fix=FIX,
+                code="model-config",
+            )
+        ) from error
 
 
 def declared_stops(generation: GenerationConfig) -> set[int]:

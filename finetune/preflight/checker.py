@@ -26,6 +26,7 @@ from finetune.hub import client
 from finetune.models import (
     architecture,
     checkpoint_headers,
+    generation_config,
     model_class,
     model_files,
     module_lists,
@@ -227,6 +228,7 @@ def _model(recipe: Recipe) -> list[str]:
     if Path(recipe.model.name).exists():
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
         model_class.check(config)
+        generation_config.check(Path(recipe.model.name))
         stored = model_checks.check_stored(recipe, config)
         if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(recipe.model, config))):
             raise UserError(*slow)

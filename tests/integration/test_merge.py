@@ -195,7 +195,7 @@ def test_weights_that_are_not_finite_are_refused(run, capsys) -> None:
     folder = run("lora")
     scale(folder, float("inf"))
     merge(folder, code=4)
-    assert "are NaN or Inf" in capsys.readouterr().err and left_behind(folder) == []
+    assert "have NaN or Inf" in capsys.readouterr().err and left_behind(folder) == []
 
 
 def test_a_tied_head_stays_tied(run) -> None:

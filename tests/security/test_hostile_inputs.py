@@ -19,6 +19,8 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from finetune.core import errors
+from finetune.core.errors import UserError
+from finetune.hardware import detection
 from finetune.models import checkpoint_headers
 from finetune.recipe import loader
 from finetune.run_folder import run_folder
@@ -689,3 +691,16 @@ def test_override_with_bytes_that_are_not_utf8_is_refused(key: str) -> None:
     """The command line of Linux may hold any bytes, which Python reads as half surrogate pairs."""
     with pytest.raises(errors.UserError, match="the text is not UTF-8"):
         loader.load(QUICKSTART, [f"{key}={os.fsdecode(bytes([255, 254, 128]))}"])
+
+
+def test_a_device_that_finetune_does_not_use_is_refused(monkeypatch) -> None:
+    """Accelerate would follow its variable, and finetune would plan for another device."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for device in ("cpu", "cpu:0"):
+        monkeypatch.setenv(detection.DEVICE, device)
+        assert detection.detect().device == "cpu"
+    for device in ("", "cuda", "meta", "cpu:5", "\x1b[31m"):
+        monkeypatch.setenv(detection.DEVICE, device)
+        with pytest.raises(UserError, match="unset ACCELERATE_TORCH_DEVICE") as raised:
+            detection.detect()
+        assert raised.value.code == 3 and "\x1b" not in str(raised.value)

@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
 
 from finetune.adapters import continue_from
 from finetune.cli import main
@@ -53,6 +54,24 @@ def test_config_with_too_many_values_is_refused(name: str, weightless, capsys) -
     refused(weightless, capsys, says=("id2label", "at most 25,000"))
     (weightless / name).write_text(json.dumps(content | {"eos_token_id": 1, "num_labels": 10**9}))
     refused(weightless, capsys, says=("num_labels", "25,000"))
+
+
+GENERATION: list[dict[str, Any]] = [
+    {"num_return_sequences": 1_000_000},
+    {"max_new_tokens": -1},
+    {"suppress_tokens": 3},
+    {"early_stopping": [1]},
+    {"watermarking_config": {"a": 1}},
+    {"pad_token_id": [1]},
+    {"save_pretrained": 1},
+]
+
+
+@pytest.mark.parametrize("values", GENERATION)
+def test_generation_config_that_transformers_refuses_is_refused(values: dict, weightless, capsys) -> None:
+    path = weightless / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    refused(weightless, capsys, says=("does not accept the model's generation config", str(path)))
 
 
 @pytest.mark.parametrize(
@@ -226,18 +245,27 @@ def test_what_is_published_is_no_link_to_elsewhere(name: str, trained, tmp_path,
     assert "the link leads out of its folder" in capsys.readouterr().err
 
 
-def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(saved_lora) -> None:
-    """PEFT leaves what is missing as it was drawn, with a warning."""
+def test_an_adapter_s_file_has_all_tensors_and_no_others_and_no_nan(saved_lora) -> None:
+    """PEFT leaves what is missing as it was drawn, with a warning, and loads other names into the base."""
     from peft import PeftModel
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(MODEL)
     config.num_hidden_layers = 1
-    made = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(saved_lora))
+    base = AutoModelForCausalLM.from_config(config)
+    made: Any = PeftModel.from_pretrained(base, str(saved_lora), is_trainable=True)
     tensors = load_file(saved_lora / "adapter_model.safetensors")
-    continue_from.check_whole(made, list(tensors), "here")
+    embeddings = "base_model.model.model.embed_tokens.weight"  # PEFT saves them if they were resized
+    continue_from.check_whole(made, [*tensors, embeddings], "here")
     name = sorted(tensors)[0]
+    with pytest.raises(UserError, match="has 1 tensors that the adapter lacks") as raised:
+        continue_from.check_whole(made, [*tensors, name.replace("lora_A", "weight")], "here")
+    assert raised.value.code == 4
+    with torch.no_grad():
+        next(part for part in made.parameters() if part.requires_grad).fill_(float("inf"))
+    with pytest.raises(UserError, match=f"the saved weights have NaN or Inf(.|\n)*{name}"):
+        continue_from.check_whole(made, list(tensors), "here")
     del tensors[name]
     save_file(tensors, saved_lora / "adapter_model.safetensors")
     with pytest.raises(UserError, match="lacks 1 of the adapter's tensors") as raised:

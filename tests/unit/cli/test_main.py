@@ -410,10 +410,19 @@ def test_a_full_disk_is_one_message(capsys) -> None:
         main.guarded(fills, argparse.Namespace(debug=True))
 
 
+def test_too_many_open_files_are_one_message(capsys) -> None:
+    def opens(options: argparse.Namespace) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "data.jsonl")
+
+    assert main.guarded(opens, argparse.Namespace(debug=False)).code == 3
+    assert "too many files are open (data.jsonl)" in capsys.readouterr().err
+
+
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE", "ACCELERATE_GRADIENT_CLIPPING")
+READ = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_LOG_LEVEL", "COLUMNS", "FINETUNE_AFTER_OUT_OF_MEMORY")
 
 
-@pytest.mark.parametrize("name", (*LAUNCHED, "ACCELERATE_MIXED_PRECISION"))
+@pytest.mark.parametrize("name", (*LAUNCHED, *READ))
 def test_a_launcher_variable_with_a_wrong_value_is_one_message(name: str, capsys, monkeypatch) -> None:
     for value in ("x", "1.5.0", "bf16\n", "9" * 5000):
         monkeypatch.setenv(name, value)
