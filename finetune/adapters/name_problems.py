@@ -72,9 +72,7 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
     return found or _experts(options, names, resolved)
 
 
-def unmatched(
-    targets: str | Iterable[str], names: Collection[str], key: str = "target_modules"
-) -> list[Problem]:
+def unmatched(targets: str | Iterable[str], names: Collection[str], key: str) -> list[Problem]:
     """Return a problem for each target without a match, with the most similar and the available names."""
     available = list(dict.fromkeys(map(short, names)))
     return [_no_module(target, targets, available, key) for target in _without_match(targets, names)]

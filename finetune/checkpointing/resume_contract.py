@@ -188,7 +188,7 @@ def _versions(facts: dict[str, Any]) -> str:
     return ", ".join(f"{name} {facts.get(f'versions.{name}', '(unknown)')}" for name in names)
 
 
-def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
+def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool) -> None:
     """Check that the frozen weights equal the weights of the checkpoint's run (exit 4).
 
     Args:

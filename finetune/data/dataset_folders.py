@@ -254,7 +254,7 @@ def _with_standard_names(splits: Splits) -> Splits:
     return {standard_names.get(name, name): paths for name, paths in splits.items()}
 
 
-def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Splits | None:
+def _splits_of_readme(folder: Path, key: str, config: str | None) -> Splits | None:
     """Return the splits under `configs:` in README.md, or `None` if none of their files is in the folder."""
     configs = _configs_of(folder / "README.md")
     by_config = {name: _splits_of_config(folder, entry) for name, entry in configs.items()}

@@ -345,7 +345,7 @@ def language_model(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
-    date: str | None = None,
+    date: str | None,
 ) -> Any:
     """Wrap a loaded model for lm-eval, for all processes of this launch."""
     from lm_eval.models import huggingface
@@ -386,7 +386,7 @@ def chat_text(
     options: dict[str, Any],
     *,
     goes_on: bool,
-    date: str | None = None,
+    date: str | None,
 ) -> str:
     """Render a chat with the tokenizer's template, in the sandbox and within its limits.
 

@@ -333,7 +333,7 @@ def engine() -> Any:
 
     folder = ROOT / "examples" / "tiny_llama" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    return lm_eval_harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
+    return lm_eval_harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1, None)
 
 
 def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
