@@ -99,7 +99,7 @@ def _snapshot(model: Model) -> Path:
     return config.parent
 
 
-def choose_experts(model: PreTrainedModel, checks: RunChecks) -> None:
+def choose_experts(model: PreTrainedModel, checks: RunChecks | None = None) -> None:
     """Compute each expert by itself if grouped GEMMs can't take the sizes of the experts.
 
     torch's grouped GEMM needs rows of a multiple of 16 bytes (torch 2.13, `torch._grouped_mm`).
@@ -113,7 +113,10 @@ def choose_experts(model: PreTrainedModel, checks: RunChecks) -> None:
     ]
     if any(size * weight.element_size() % GROUPED_BYTES for weight in stacked for size in weight.shape[1:]):
         model.set_experts_implementation("eager")
-        checks.notes.append("each expert runs by itself: grouped GEMMs need sizes of a multiple of 16 bytes")
+        if checks is not None:
+            checks.notes.append(
+                "each expert runs by itself: grouped GEMMs need sizes of a multiple of 16 bytes"
+            )
 
 
 def _modules(config: ModelConfig) -> list[str]:
