@@ -73,6 +73,7 @@ def test_auto_after_out_of_memory_halves_the_micro_batch_last(train) -> None:
     assert run_checks(run)["train.effective_batch_size"]["passed"]
 
 
+@pytest.mark.soak
 def test_a_resumed_run_keeps_what_auto_corrected(train) -> None:
     given = [*FEW, "train.save_steps=2"]
     with injected(Fault("oom", rows=2)):

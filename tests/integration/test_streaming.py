@@ -201,6 +201,7 @@ def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
     """Ranks have different numbers of rows: one that came to an end would keep the other waiting for ever."""

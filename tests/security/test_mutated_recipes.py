@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RECIPES, CONFIGS = 10_000, 2_000
-RECIPE_PARTS, CONFIG_PARTS = 500, 100
+RECIPE_PARTS, CONFIG_PARTS = 1000, 200
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def check_cases(write: Callable[[int, Path], Path], seeds: range, folder: Path, 
 @pytest.mark.parametrize("part", soak_except([0], range(RECIPE_PARTS)))
 def test_mutated_recipe_is_checked_or_refused(part: int, tmp_path, commands) -> None:
     codes = check_cases(mutated_inputs.write_recipe, range(part, RECIPES, RECIPE_PARTS), tmp_path, commands)
-    assert codes[2] > 5, codes
+    assert codes[2] > 2, codes
 
 
 @pytest.mark.parametrize("part", soak_except([0], range(CONFIG_PARTS)))
 def test_mutated_config_of_a_model_is_checked_or_refused(part: int, tmp_path, commands) -> None:
     codes = check_cases(mutated_inputs.write_model, range(part, CONFIGS, CONFIG_PARTS), tmp_path, commands)
-    assert codes[2] > 2, codes
+    assert codes[2] > 1, codes
