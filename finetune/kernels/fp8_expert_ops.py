@@ -1,9 +1,9 @@
 """The operators of experts in fp8: rounding of rows, and grouped GEMMs with an adapter's thin GEMMs.
 
 `expert_ops` explains the letters, and how operators run on a GPU and on a CPU. Experts are e4m3 [E, out, in]
-with a float32 scale for each output. A product of fp8 matrices sums over the last dimension of both, so the
-gradient of the input needs a transposed copy of the weights, and the gradient includes the weights' scales
-before it is rounded, as in `quantization.fp8_linear`.
+with a float32 scale for each output. A product of fp8 matrices sums over the last dimension of both. So the
+gradient of the input needs a transposed copy of the weights. It includes the weights' scales before it is
+rounded, as in `quantization.fp8_linear`.
 """
 
 from __future__ import annotations

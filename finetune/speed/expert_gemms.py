@@ -1,8 +1,8 @@
 """The four grouped GEMMs of a layer's experts: forward and input gradient of both weights, with adapters.
 
-Weights are plain, or quantized and dequantized for each GEMM, or fp8. fp8 experts on a Hopper GPU are not
-dequantized: rows are rounded to fp8, as in `quantization.fp8_linear`, and adapters stay in 16 bits.
-`expert_ops` explains the letters.
+Plain weights are multiplied as they are. Quantized weights are dequantized for each GEMM, but fp8 weights on
+a Hopper GPU are not. There the rows are rounded to fp8, as in `quantization.fp8_linear`, and the adapters
+stay in 16 bits. `expert_ops` explains the letters.
 """
 
 from __future__ import annotations
