@@ -43,6 +43,18 @@ _POSITIVE = frozenset(
 _ONE_NUMBER = frozenset({"vocab_size", "hidden_size", "max_position_embeddings", "n_positions"})
 # Sections that transformers reads as the config of the text model
 _SECTIONS = frozenset({"decoder", "generator", "text_config", "text_encoder"})
+# Members of transformers' PreTrainedConfig, which would set a key of this name in place of the member
+MEMBERS = frozenset(
+    {
+        "attribute_map", "convert_rope_params_to_dict", "default_config_fields", "dict_dtype_to_str",
+        "from_dict",
+        "from_json_file", "from_pretrained", "get_config_dict", "get_mtp_config", "get_text_config",
+        "is_custom_code", "is_remote_code", "nested_rope_parameter_keys", "push_to_hub",
+        "register_for_auto_class", "save_pretrained", "standardize_rope_params", "to_dict", "to_diff_dict",
+        "to_json_file", "to_json_string", "update", "update_from_string", "validate", "validate_architecture",
+        "validate_layer_type", "validate_output_attentions", "validate_rope", "validate_token_ids",
+    }
+)  # fmt: skip
 
 
 FIX = "correct this value in the file, or download the model again: hf download MODEL --local-dir FOLDER"
@@ -91,6 +103,23 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
                 why="such a size fills the memory, or is a typing error",
                 code="model-config",
             )
+
+
+def members(content: dict[str, Any], path: str, key: str) -> Iterator[Problem]:
+    """Keys of a config, or of a model's config in it, that replace a method of transformers' class."""
+    parts = (value for name, value in content.items() if name.endswith("_config") or name in _SECTIONS)
+    for part in (content, *parts):
+        for name in part if isinstance(part, dict) else ():
+            if name in MEMBERS or name.startswith("__"):
+                yield Problem(
+                    "a key of the model's config has the name of a method",
+                    key,
+                    where=path,
+                    found=name[:200],
+                    fix=f"remove {name[:50]} from the file",
+                    why="transformers would lose the method, for example when it saves the model",
+                    code="model-config",
+                )
 
 
 def _other_type(name: str, value: object) -> str:

@@ -421,6 +421,7 @@ def problems_of_config(content: object, path: Path, key: str) -> Iterator[Proble
     yield from quantization_values.problems(_entries(content), str(path), key)
     if isinstance(content, dict):  # the axes of a quantization config are not sizes of the model
         content = {name: value for name, value in content.items() if name != "quantization_config"}
+        yield from config_values.members(content, str(path), key)
     yield from config_values.problems(_entries(content), str(path), key)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING, logging
+from transformers import CONFIG_MAPPING, PreTrainedConfig, logging
 
 from finetune.core import config_values, untrusted_files
 
@@ -21,7 +22,7 @@ def test_config_values_accept_the_defaults_of_every_family() -> None:
             except Exception:  # families whose config has no defaults
                 continue
             count += 1
-            assert not list(config_values.problems(untrusted_files._entries(config), family, "model.name"))
+            assert not list(untrusted_files.problems_of_config(config, Path(family), "model.name"))
     finally:
         logging.set_verbosity(before)
     assert count > 500
@@ -33,3 +34,15 @@ def test_the_axes_of_a_quantization_are_no_sizes_of_the_model(tmp_path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | added))
         found = list(untrusted_files._model_config(tmp_path / "config.json", "model.name"))
         assert len(found) == count
+
+
+def test_a_key_that_replaces_a_method_of_transformers_is_refused() -> None:
+    """With `save_pretrained: 3`, full fine-tuning would fail when it saves the model."""
+    methods = {name for name in dir(PreTrainedConfig) if callable(getattr(PreTrainedConfig, name))}
+    assert {name for name in methods if not name.startswith("_")} | {"attribute_map"} == config_values.MEMBERS
+    for name in (*sorted(config_values.MEMBERS), "__class__"):
+        for config in ({name: 3}, {"text_config": {name: "x"}}):
+            (problem,) = untrusted_files.problems_of_config(config, Path("config.json"), "model.name")
+            assert problem.found == name
+    labels = {"label2id": {"update": 1}, "quantization_config": {"update": 1}}
+    assert not list(untrusted_files.problems_of_config(labels, Path("config.json"), "model.name"))
