@@ -96,6 +96,27 @@ def find_missing(parts: list[Part], text: str) -> list[Part]:
     return []
 
 
+def user_in_answers(example: Example, text: str, spans: list[list[int]]) -> str | None:
+    """Return content of the user that a rendered text has only in its marked answers, or `None`.
+
+    Args:
+        spans: the character range [start, end) of each answer.
+    """
+    starts, ends = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(text)]
+    outside = "\0".join(text[start:end] for start, end in zip(starts, ends, strict=True))
+    position = misses = 0
+    for message in example.messages or ():
+        if message["role"] != "user" or misses == ENOUGH:
+            continue
+        said = message["content"].strip()
+        at = outside.find(said, position)  # prompts stand in their order, so that all searches are one
+        position, misses = (at + len(said), misses) if at >= 0 else (position, misses + 1)
+        forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
+        if at < 0 and said in text and not any(form in outside for form in forms):
+            return said
+    return None
+
+
 def doubtful(parts: list[Part], text: str) -> list[Part]:
     """Return the short parts that the template itself may have written. Their loss would go unnoticed."""
     brief = [part for part in parts if len(part.text) < SHORT and part.kind not in ("argument", "tools")]

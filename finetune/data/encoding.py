@@ -24,7 +24,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.data import chat_templates, content_check, loss_mask
 from finetune.data.chat_templates import A_TOOL, KEY, bundled, look_at, marked_twin, other_prompt
 from finetune.data.content_check import LOST
-from finetune.data.examples import BadRow, Example
+from finetune.data.examples import BadRow, Example, short
 from finetune.data.messages import REASONING_KEYS, THINKING
 from finetune.data.template_sandbox import STOPPED, ChatTemplate, Rendered, render
 
@@ -369,6 +369,17 @@ class Encoder:
                     code="recipe-conflict",
                 )
             return Encoded(ids, [(0, len(ids))])
+        marked = self.way == "marks" and content_check.user_in_answers(example, text.text, text.spans)
+        if marked:
+            raise BadRow(
+                "malformed",
+                "the chat template marks content of the user as an answer",
+                example.where,
+                found=short(marked),
+                fix="data.chat_template: chatml, or put only answers between {% generation %} marks",
+                why="the model would be trained to write the user's turns",
+                code="chat-template",
+            )
         found, merged, tail = [], False, text.text[head:]
         weights, is_divided = [], False
         messages = example.messages if example.weights else None

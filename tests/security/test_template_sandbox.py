@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from finetune.core.errors import UserError
-from finetune.data import chat_templates, chat_texts, encoding, template_sandbox
+from finetune.data import chat_templates, chat_texts, content_check, encoding, template_sandbox
+from finetune.data.examples import BadRow
 from finetune.data.template_sandbox import ChatTemplate
 from finetune.export import ollama_export
 from finetune.recipe.schema import Data
@@ -251,3 +252,34 @@ def test_render_chat_writes_what_transformers_writes() -> None:
     for chat, tools in ((TURNS, None), (TURNS[:1], [tool])):
         wanted = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
         assert chat_texts.render_chat(tokenizer, chat, tools) == wanted
+
+
+MARKED_ROLES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role in ROLES %}{% generation %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("roles", [["user"], ["user", "assistant"], ["user", "system"]])
+def test_a_template_that_marks_turns_of_the_user_trains_on_no_example(roles: list[str]) -> None:
+    """The model would be trained to write the user's turns."""
+    turns = [
+        {"role": "user", "content": "Is it so?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "end"},  # also in <|im_end|>
+        {"role": "assistant", "content": "end"},
+    ]
+    for marked, wrong in (roles, True), (["assistant"], False):
+        (made,) = encoder_of(tokenizer_with(MARKED_ROLES.replace("ROLES", str(marked))))([example(turns)])
+        assert isinstance(made, BadRow) == wrong
+        if isinstance(made, BadRow):
+            assert made.problem.found == "Is it so?" and "content of the user" in made.problem.what
+
+
+def test_the_search_for_marked_turns_of_the_user_takes_linear_time() -> None:
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 10_000]
+    started = time.process_time()
+    for text in ("u a " * 1_000_000, "a" * 4_000_000):
+        assert content_check.user_in_answers(example(turns), text, [[2, 4]]) is None
+    assert time.process_time() - started < 2
