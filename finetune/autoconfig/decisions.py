@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.autoconfig import compilation, cuda_graphs, memory_estimate
+from finetune.autoconfig import compilation, cuda_graphs, loss_support, memory_estimate
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml
 from finetune.core.run_checks import Choice
@@ -208,7 +208,7 @@ def keeps_of(spec: ModelSpec, parts: int, loss: str, *, fused: bool, compiled: b
         parts: the number of shards of the optimizer state.
         loss: `speed.loss`, or the choice for it.
     """
-    chosen = spec.codes == "fp8" and memory_estimate.loss_in_fp8(spec.config, trained=spec.head)
+    chosen = spec.codes == "fp8" and loss_support.auto_uses_fp8(spec.config, head_trains=spec.head)
     return memory_estimate.Keeps(
         fused=fused and spec.fused_mlps,
         compiled=compiled,

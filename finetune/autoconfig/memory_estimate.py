@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from finetune.core import model_config
 from finetune.core.model_config import ModelConfig
-from finetune.kernels.kernel_limits import FP8_MULTIPLE, FP8_WIDTH
 
 GIB = 2**30
 # Share of the free memory that training may fill. Fragmentation of the allocator takes the rest.
@@ -234,17 +233,6 @@ def backward_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
     if keeps.experts == "peft":  # the gradients of B A and of its sum with the weights
         values += 2 * one.stack
     return 2 * values / GIB
-
-
-def loss_in_fp8(config: ModelConfig, *, trained: bool) -> bool:
-    """Return whether `speed.loss: auto` computes a gradient in fp8 on an fp8 base model (`lm_head_loss`).
-
-    Args:
-        trained: whether the output head trains.
-    """
-    one = widths(config)
-    sizes = one.vocabulary % FP8_MULTIPLE == one.hidden % FP8_MULTIPLE == 0
-    return not trained and softcap(config) is None and one.hidden >= FP8_WIDTH and sizes
 
 
 def loss_gib(

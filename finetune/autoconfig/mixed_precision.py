@@ -75,29 +75,6 @@ def fp8_missing(machine: Hardware, precision: str) -> str:
     return "" if precision == "bf16" else f"fp8 GEMMs return bf16, and the launch's precision is {precision}"
 
 
-def check_fp8_loss(loss: str, hardware: Hardware, precision: str) -> None:
-    """Refuse `speed.loss: chunked_fp8` without fp8 GEMMs.
-
-    Args:
-        precision: the launch's mixed precision.
-
-    Raises:
-        UserError: exit 3.
-    """
-    if loss == "chunked_fp8" and (reason := fp8_missing(hardware, precision)):
-        raise UserError(
-            Problem(
-                "the chunked loss does not work for this run",
-                "speed.loss",
-                found=loss,
-                why=reason,
-                fix="speed.loss: auto",
-                code="speed-option",
-            ),
-            code=Exit.ENVIRONMENT,
-        )
-
-
 def check_tf32(requested: bool | None, hardware: Hardware) -> None:
     """Refuse `train.tf32` on a device that has no such mode.
 

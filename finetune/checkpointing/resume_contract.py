@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from finetune.autoconfig import loss_support
 from finetune.autoconfig.compilation import GRAPHS
 from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing.checkpoints import VerifiedCheckpoint
@@ -219,10 +220,10 @@ def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decompose
 def as_chosen(
     requested: Speed, checkpoint: VerifiedCheckpoint | None, hardware: str
 ) -> tuple[Speed, set[str]]:
-    """Replace `auto` with the checkpoint's activation checkpointing, offloading and CUDA graphs.
+    """Replace `auto` with the checkpoint's loss, activation checkpointing, offloading and CUDA graphs.
 
-    A new choice would depend on the memory that is free today. It could store gate and up of other layers in
-    int8 and thus change gradients.
+    A new choice would depend on the memory that is free today, or on this version of finetune. It could store
+    gate and up of other layers in int8, or compute the loss with an fp8 GEMM, and thus change gradients.
 
     Args:
         hardware: this machine's name, as in `contract`. On other hardware, or if the recipe asks for another
@@ -233,14 +234,15 @@ def as_chosen(
     """
     if not checkpoint or checkpoint.contract["facts"].get("hardware") != hardware:
         return requested, set()
-    now, chosen = (
-        {key: getattr(requested, key) for key in ("activation_checkpointing", "offload")},
-        checkpoint.contract["chosen"],
-    )
+    chosen, chosen_values = checkpoint.contract["chosen"], dict[str, Any]()
+    if requested.loss == "auto" and chosen.get("speed.loss") in loss_support.CHUNKED:
+        chosen_values["loss"] = chosen["speed.loss"]
+    now = {key: getattr(requested, key) for key in ("activation_checkpointing", "offload")}
     if any(checkpoint.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
-        return requested, set()  # each choice depends on the other
+        # each of the other choices depends on these two
+        return requested.model_copy(update=chosen_values), set(chosen_values)
     auto = [key for key, value in now.items() if value == "auto"]
-    chosen_values = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
+    chosen_values |= {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
     if requested.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
         chosen_values["compile"] = GRAPHS[0] if chosen["speed.graphs"] == "on" else "default"
     return requested.model_copy(update=chosen_values), set(chosen_values)
@@ -272,6 +274,8 @@ def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
         str(one[key]).startswith("mlp_int8") for one in (then, today)
     ):
         return "; other layers store gate and up in int8, which changes their gradients by about 1%"
+    if key == "speed.loss" and "chunked_fp8" in (then[key], today[key]):
+        return "; one of them computes a gradient in fp8, which changes gradients by about 3%"
     return "; results can differ by rounding"
 
 

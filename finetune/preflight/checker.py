@@ -13,6 +13,7 @@ from finetune.autoconfig import (
     compilation,
     data_loader,
     delta_net_kernels,
+    loss_support,
     optimizer_choice,
     packing_support,
 )
@@ -89,6 +90,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
         recipe.speed.compile, recipe.speed.activation_checkpointing, recipe.speed.offload
     )
     problems += [graphs] if graphs else []
+    problems += loss_support.check_recipe(recipe, _config(recipe.model))
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe), *rounded(recipe)]
@@ -183,6 +185,7 @@ def _machine(recipe: Recipe) -> list[str]:
         "paged" in optimizer_choice.asked(recipe.train),
         speed.offload not in ("auto", "none"),
         speed.compile not in ("auto", False),
+        speed.loss in loss_support.CHUNKED,
         *(given.get(name) for name in ("tf32", *data_loader.OF_WORKERS)),
     )
     if not any(needs_machine) or not Path(model.name).is_dir():

@@ -6,10 +6,12 @@ from finetune.autoconfig import (
     compilation,
     data_loader,
     delta_net_kernels,
+    loss_support,
     mixed_precision,
     optimizer_choice,
 )
 from finetune.autoconfig.machine_setup import Setup
+from finetune.core.errors import UserError
 from finetune.core.model_config import ModelConfig
 from finetune.recipe.schema import Recipe
 
@@ -26,4 +28,6 @@ def check(recipe: Recipe, config: ModelConfig, setup: Setup) -> None:
     given = recipe.train.passed_on()
     data_loader.loader_of_launch(setup.hardware, given)
     mixed_precision.check_tf32(given.get("tf32"), setup.hardware)
-    mixed_precision.check_fp8_loss(recipe.speed.loss, setup.hardware, setup.launch.precision)
+    if problems := loss_support.check_recipe(recipe, config):
+        raise UserError(*problems)
+    loss_support.check_machine(recipe.speed.loss, setup)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from finetune.autoconfig import loss_support
 from finetune.autoconfig.memory_estimate import CHUNK_BYTES, chunk_rows
 from finetune.kernels.kernel_limits import FP8_MULTIPLE
 from finetune.kernels.ops import LARGEST, quantize_rows, transpose
@@ -34,12 +35,10 @@ def unsupported_reason(weight: Tensor, *, bias: bool, softcap: float | None) -> 
     can."""
     obstacles = {
         f"the output head is in {str(weight.dtype).removeprefix('torch.')}": weight.dtype != torch.bfloat16,
-        "the output head trains": weight.requires_grad,
+        loss_support.HEAD_TRAINS: weight.requires_grad,
         "the output head has a bias": bias,
-        "the model has a softcap of its logits": softcap is not None,
-        f"a size of the output head is not a multiple of {FP8_MULTIPLE}": any(
-            size % FP8_MULTIPLE for size in weight.shape
-        ),
+        loss_support.HAS_SOFTCAP: softcap is not None,
+        loss_support.ODD_SIZE: any(size % FP8_MULTIPLE for size in weight.shape),
         "fp8 GEMMs need a GPU of compute capability 8.9 or later": not has_gemm(weight.device),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), "")

@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune.autoconfig import memory_estimate
+from finetune.autoconfig import loss_support, memory_estimate
 from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice, RunChecks
@@ -30,7 +30,6 @@ from finetune.speed import fp8_cross_entropy, loss_weights, router_balance
 from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
 from finetune.speed.forward_comparison import ALLOWED, allowed_difference
 
-CHUNKED = ("chunked", "chunked_fp8")  # the values of `speed.loss` that `chunked_cross_entropy` computes
 TRIED = 16  # tokens of the example on which TRL's loss is tested
 LOGIT_SPREAD = 20.0  # standard deviation of the test logits, large enough to show a softcap of 30
 
@@ -70,7 +69,7 @@ class HeadLoss:
 
     def install(self, model: nn.Module, *, balanced: bool = False) -> None:
         """Args: balanced: whether it also computes the auxiliary loss of a mixture's routers."""
-        if self.chosen in CHUNKED:
+        if self.chosen in loss_support.CHUNKED:
             fp8 = self.chosen == "chunked_fp8"
             self.installed = install(model, compiled=self.compiled, balanced=balanced, fp8=fp8)
 
@@ -125,19 +124,9 @@ def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice
     if asked == "trl":
         prove_fused(model, unsupported_reason)
         return Choice("trl", "asked for")
-    if asked in CHUNKED:
+    if asked in loss_support.CHUNKED:
         if reason := fp8_reason if asked == "chunked_fp8" else unsupported_reason:
-            raise UserError(
-                Problem(
-                    "the chunked loss does not work for this run",
-                    "speed.loss",
-                    found=asked,
-                    why=reason,
-                    fix="speed.loss: auto",
-                    code="speed-option",
-                ),
-                code=Exit.ENVIRONMENT,
-            )
+            raise UserError(loss_support.refusal(asked, reason), code=Exit.ENVIRONMENT)
         return Choice(asked, "asked for")
     if unsupported_reason:
         return Choice("trl", f"auto: {unsupported_reason}; {prove_fused(model, unsupported_reason)}")
@@ -250,16 +239,16 @@ def run_unsupported_reason(model: Any, arguments: Any) -> str:
     adapter: Any = getattr(model, "peft_config", {}).get("default")
     unbalanced = hasattr(config, "output_router_logits") and coefficient
     unbalanced = unbalanced and not router_balance.routers_of(base_model_of(model))
-    obstacles = {
-        "the adapter adds virtual tokens": adapter is not None and adapter.is_prompt_learning,
-        "label smoothing needs all logits": arguments.label_smoothing_factor != 0,
-        f"loss_type {arguments.loss_type} weights tokens": arguments.loss_type != "nll",
-        "the loss includes the router's auxiliary loss, and the routers keep no logits": unbalanced,
-        "fp16 rounds small probabilities to zero": arguments.fp16,
-        "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
-        "context parallelism splits sequences": launch_environment.parallel("CP") > 1,
-    }
-    return next((reason for reason, is_so in obstacles.items() if is_so), "")
+    if reason := loss_support.run_unsupported_reason(
+        virtual_tokens=adapter is not None and adapter.is_prompt_learning,
+        label_smoothing=arguments.label_smoothing_factor,
+        loss_type=arguments.loss_type,
+        fp16=arguments.fp16,
+    ):
+        return reason
+    if unbalanced:
+        return "the loss includes the router's auxiliary loss, and the routers keep no logits"
+    return ""
 
 
 def head_unsupported_reason(base: PreTrainedModel | PeftModel) -> str:

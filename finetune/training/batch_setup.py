@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from finetune.autoconfig import memory_estimate
+from finetune.autoconfig import loss_support, memory_estimate
 from finetune.autoconfig.batch_size import with_micro_batch
 from finetune.core import run_checks
 from finetune.distributed import transformer_engine_layers
 from finetune.preflight import allowed_changes
-from finetune.speed import live_model_spec, lm_head_loss, static_shapes
+from finetune.speed import live_model_spec, static_shapes
 from finetune.training import auto_correction, batch_search, oom_recovery, step_work
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def search_batch(
     if run.checkpoint:
         return batch_search.as_before(batch, run.checkpoint.contract)
     loss = fast["speed.loss"].value
-    compiled = fast["speed.compile"].value == "on" if loss in lm_head_loss.CHUNKED else None
+    compiled = fast["speed.compile"].value == "on" if loss in loss_support.CHUNKED else None
     state = step_work.optimizer_bytes_per_parameter(run.recipe, run.setup)
     step = batch_search.StepKind(compiled, state, fp8=loss == "chunked_fp8")
     with run.setup.autocast():

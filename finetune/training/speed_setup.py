@@ -42,10 +42,8 @@ def make_fast(
     fast = apply_to_model.apply(adapted, section, work, setup.hardware, checks).by_option()
     fast |= {auto_correction.CHECKPOINTING: corrected} if corrected else {}
     same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
+    fast["speed.loss"] = collectives.from_main(lambda: lm_head_loss.choose(section.loss, adapted, arguments))
     fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
-    fast["speed.loss"] = collectives.from_main(
-        lambda: lm_head_loss.choose(recipe.speed.loss, adapted, arguments)
-    )
     if flat:
         with setup.autocast():
             tokens, off = min(PROOF_TOKENS, recipe.data.max_length), packing_support.switch_off(recipe.data)

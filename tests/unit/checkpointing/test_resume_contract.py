@@ -176,6 +176,32 @@ def test_what_was_recorded_as_graphs_is_so_again(asked, compiled, graphs: str, k
     assert resume_contract.as_chosen(speed, found, "another GPU")[0] == speed
 
 
+def test_loss_that_auto_chose_is_the_loss_of_the_resumed_run() -> None:
+    """Also where an older finetune had no `chunked_fp8`, and if the recipe asks for other checkpointing."""
+    speed = loader.load(QUICKSTART).speed
+    for chosen in ("chunked", "chunked_fp8", "trl", None):
+        for checkpointing in ("auto", "full"):
+            contract = {
+                "recipe": {"speed.activation_checkpointing": checkpointing, "speed.offload": "auto"},
+                "facts": {"hardware": "x"},
+                "chosen": {"speed.loss": chosen} if chosen else {},
+            }
+            found: Any = SimpleNamespace(contract=contract)
+            made, keys = resume_contract.as_chosen(speed, found, "x")
+            is_kept = chosen in ("chunked", "chunked_fp8")
+            assert made.loss == (chosen if is_kept else "auto") and ("loss" in keys) == is_kept
+            requested = speed.model_copy(update={"loss": "trl"})
+            assert resume_contract.as_chosen(requested, found, "x")[0].loss == "trl"
+
+
+def test_resumed_run_names_the_effect_of_another_loss() -> None:
+    one, other = (
+        {"recipe": {"speed.loss": "auto"}, "facts": {}, "chosen": {"speed.loss": loss}}
+        for loss in ("chunked", "chunked_fp8")
+    )
+    assert "fp8, which changes gradients by about 3%" in "".join(resume_contract.chosen_anew(one, other))
+
+
 def of_an_older_finetune(facts: dict[str, Any], **recipe: Any) -> list[dict[str, Any]]:
     """Its contract, and today's of the same recipe and files."""
     held = {f"data.{key}": value for key, value in recipe.items()}
