@@ -14,6 +14,7 @@ from finetune.adapters import trainable_parameters
 from finetune.autoconfig import memory_estimate
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
+from finetune.quantization.fp8_linear import Fp8Linear
 from finetune.speed import chunked_cross_entropy, fp8_cross_entropy, lm_head_loss
 from finetune.speed.chunked_cross_entropy import Head
 from support.runs import metrics, run_checks
@@ -386,6 +387,9 @@ def test_a_run_check_fails_where_another_loss_ran() -> None:
         ("chunked", installed, ["ChunkedLogProbFunction"], False),
         ("chunked", lm_head_loss.Installed(lambda: None, calls=1), ["_OutputHead"], False),
         ("chunked", lm_head_loss.Installed(lambda: None, calls=2, logits_kept=True), ["_OutputHead"], False),
+        ("chunked_fp8", installed, ["Fp8OutputHead"], True),
+        ("chunked_fp8", installed, ["_OutputHead"], False),
+        ("chunked", installed, ["Fp8OutputHead"], False),
         ("trl", None, ["ChunkedLogProbFunction"], True),
         ("trl", None, [], False),
     ):
@@ -393,6 +397,45 @@ def test_a_run_check_fails_where_another_loss_ran() -> None:
         loss.installed = done
         loss.add_run_check(operations, 2, checks)
         assert checks.entries[0].passed is ok
+
+
+def test_auto_chooses_the_fp8_loss_on_a_wide_fp8_base_model(monkeypatch) -> None:
+    """On a GPU with fp8 GEMMs: only whether they are there is answered for it."""
+    wide = {**SIZE, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**{**wide, "num_hidden_layers": 1})).bfloat16()
+    model.requires_grad_(False)
+    assert lm_head_loss.choose("auto", model, ALONE).value == "chunked"
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = Fp8Linear.of(mlp.down_proj)
+    assert "compute capability 8.9" in lm_head_loss.choose("auto", model, ALONE).reason
+    monkeypatch.setattr(fp8_cross_entropy, "has_gemm", lambda device: True)
+    assert lm_head_loss.choose("auto", model, ALONE) == ("chunked_fp8", "auto: the base model is in fp8")
+    assert lm_head_loss.choose("chunked", model, ALONE) == ("chunked", "asked for")
+    model.lm_head.weight.requires_grad_()
+    assert lm_head_loss.choose("auto", model, ALONE).value == "chunked"
+    with pytest.raises(UserError, match="the output head trains"):
+        lm_head_loss.choose("chunked_fp8", model, ALONE)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_with_the_fp8_loss_has_close_gradients_and_evaluates_alike(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=tied)).bfloat16().requires_grad_(False)
+    projection = model.model.layers[0].mlp.down_proj.weight.requires_grad_()
+    ids = torch.randint(3, 96, (2, 40))
+    losses, gradients, evaluated = [], [], []
+    for fp8 in (False, True):
+        installed = lm_head_loss.install(model, compiled=False, fp8=fp8)
+        first, second = (model(input_ids=row, labels=row, num_labels=39).nll for row in ids.split(1))
+        gradients.append(torch.autograd.grad(first + second, projection)[0])  # two micro-batches
+        losses.append(first + second)
+        with torch.no_grad():
+            evaluated.append(model(input_ids=ids, labels=ids, num_labels=78).nll)
+        assert installed.calls == 3 and installed.kept > 0 and not installed.logits_kept
+        installed.undo()
+    assert torch.allclose(*losses, rtol=1e-5) and torch.equal(*evaluated)
+    difference = (gradients[1] - gradients[0]).float().norm() / gradients[0].float().norm()
+    assert 0 < difference < 0.1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
