@@ -116,7 +116,7 @@ def run(
     result["settings"]["stops"] = stops
     result["settings"]["model"] = run_folder.named(recipe.model.name, recipe.model.revision)
     result["settings"]["storage"] = reopen.setup_of(recipe).storage.value
-    apart = results.others(folder, recipe, result)
+    apart = results.differences_from_run(folder, recipe, result)
     result["settings"]["notes"] += apart
     name = (
         results.OTHER if apart or validation_set.overridden(recipe) else "eval.json"

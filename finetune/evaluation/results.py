@@ -21,8 +21,6 @@ from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
 
 WORST = 20
-
-
 # For other examples than the run's validation set, or for another base model
 OTHER = "eval.other.json"
 
@@ -217,7 +215,7 @@ def files_hashed(settings: Eval) -> dict[str, str]:
     return found
 
 
-def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
+def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """Return why this result is not about the run's own weights.
 
     The base model can be stored in another format than in training. Or the overrides name another base model,

@@ -38,10 +38,9 @@ if TYPE_CHECKING:
 
 SHOWN = 60  # characters of a text in a difference
 TRL_COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "tools")
-
-
 PACKAGES = {"axolotl": "axolotl", "LLaMA-Factory": "llamafactory"}
-ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
+# Errors that a tool may raise for a config or an example that it does not read.
+TOOL_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
 
 
 class Difference(NamedTuple):
@@ -278,13 +277,13 @@ def reader_of(
     try:
         tool = _axolotl if state.tool == "axolotl" else _llamafactory
         read = tool(state.given, copy.deepcopy(tokenizer), limit)
-    except ERRORS as error:
+    except TOOL_ERRORS as error:
         raise NotCompared(f"{state.tool} does not open its config: {first_line(error)}") from error
 
     def reader(example: Example, row: Row) -> Tokens:
         try:
             return read(example, row)
-        except ERRORS as error:
+        except TOOL_ERRORS as error:
             raise NotCompared(f"{state.tool} does not read the example: {first_line(error)}") from error
 
     return reader

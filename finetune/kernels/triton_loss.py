@@ -102,7 +102,7 @@ def _gradient_in_fp8(logits, labels, codes, scale, nll, right, entropy, V, BN: t
 
 @on_its_gpu
 def gradient_in_fp8(logits, labels):
-    """Compute what `speed.fp8_cross_entropy.gradient_in_fp8` does, which explains arguments and results."""
+    """Compute the same as `speed.fp8_cross_entropy.gradient_in_fp8`, which explains arguments and results."""
     rows, vocabulary = logits.shape
     nll, entropy = (torch.empty(rows, device=logits.device) for _ in range(2))
     right = torch.empty(rows, device=logits.device, dtype=torch.bool)

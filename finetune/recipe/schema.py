@@ -294,9 +294,10 @@ class Speed(Section):
     base model, if `mlp_int8` alone does not fit and copies are not slower than the layers. It then offloads
     so many layers that no MLP is recomputed."""
     loss: Literal["auto", "chunked", "chunked_fp8", "trl"] = "auto"
-    """Cross-entropy in chunks of tokens, or TRL's cross-entropy. `chunked_fp8` computes the gradient of the
-    hidden states with an fp8 GEMM; the loss stays the same. `auto`: `chunked` if the loss is the same as the
-    model's, and `chunked_fp8` on an fp8 base model."""
+    """Cross-entropy in chunks of tokens, or TRL's cross-entropy. `chunked_fp8` also computes the gradient of
+    the hidden states with an fp8 GEMM. It needs a frozen bf16 output head and a GPU with fp8 GEMMs. `auto`:
+    `chunked` if the loss equals the model's own loss, and `chunked_fp8` on an fp8 base model of a hidden size
+    of at least 2,048."""
     qat: Qat | None = None
     """Quantization-aware training, for `finetune merge --quantize`; `null`: none."""
 

@@ -19,22 +19,33 @@ from finetune.kernels.ops import E4M3, transpose
 
 
 class Routing(NamedTuple):
-    """The results of `expert_ops.sort_by_expert`, and K."""
+    """The results of `expert_ops.sort_by_expert`, which explains them, and K. All tensors are int32."""
 
     order: Tensor
+    """[N]"""
     places: Tensor
+    """[N]"""
     ends: Tensor
+    """[E]"""
     tiles: Tensor
+    """[N / TILE + E, 3]"""
     each: int
+    """K, the experts of a token."""
 
 
 class Held(NamedTuple):
     """A stacked weight with an adapter's matrices, as `fused_experts.Experts` holds them."""
 
     thin: Tensor | None
+    """Quantized weights: A1 [E, R, H] or s B2 [E, H, R] in 16 bits, or `None` without an adapter.
+    Plain weights: W1 and A1 [E, 2 F + R, H], or W2 and s B2 [E, H, F + R], in 16 or 32 bits."""
     values: Tensor | None
+    """The first tensor of a quantized weight (`expert_ops.dequantize_experts`), or `None`. In fp8: W1
+    [E, 2 F, H] or W2 [E, H, F] in e4m3."""
     scale: Tensor | None
+    """Its scales, or `None`. In fp8: one for each output, [E, 2 F, 1] or [E, H, 1] float32."""
     table: Tensor | None
+    """The table of a weight in 4 bits, or `None`."""
     fp8: bool
     """Whether GEMMs multiply the fp8 values themselves."""
 
@@ -51,7 +62,7 @@ def runs_in_fp8(values: Tensor | None, dtype: torch.dtype) -> bool:
 
 
 def gate_up(x: Tensor, held: Held, routing: Routing) -> Tensor:
-    """Return [x W1^T | x A1^T] of the tokens x [T, H]: [N, 2 F + R]."""
+    """Return [x W1^T | x A1^T] of the tokens x [T, H]: [N, 2 F + R] in x's dtype."""
     order, places, ends, tiles, each = routing
     if held.fp8 and held.values is not None:
         codes, scale = fp8_expert_ops.quantize_rows_of_experts(x, None, order, tiles, each)
@@ -62,7 +73,7 @@ def gate_up(x: Tensor, held: Held, routing: Routing) -> Tensor:
 
 
 def down(h: Tensor, held: Held, routing: Routing) -> Tensor:
-    """Return h W2^T + u (s B2)^T of the rows [h | u] [N, F + R]: [N, H]."""
+    """Return h W2^T + u (s B2)^T of the rows [h | u] [N, F + R]: [N, H] in h's dtype."""
     if held.fp8 and held.values is not None:
         size = held.values.shape[2]
         codes, scale = fp8_expert_ops.quantize_rows_of_experts(h[:, :size], None, None, routing.tiles, 1)
@@ -74,7 +85,11 @@ def down(h: Tensor, held: Held, routing: Routing) -> Tensor:
 
 
 def down_gradient(dy: Tensor, held: Held, routing: Routing) -> Tensor:
-    """Return the gradient of `down`'s rows, without routing weights, from that of the output [T, H]."""
+    """Return the gradient of `down`'s rows, [N, F + R] in dy's dtype, without the routing weights.
+
+    Args:
+        dy: The gradient of the layer's output [T, H].
+    """
     order, places, ends, tiles, each = routing
     if held.fp8 and held.values is not None and held.scale is not None:
         codes, scale = fp8_expert_ops.quantize_rows_of_experts(dy, held.scale, order, tiles, each)
@@ -86,7 +101,11 @@ def down_gradient(dy: Tensor, held: Held, routing: Routing) -> Tensor:
 
 
 def gate_up_gradient(dz: Tensor, held: Held, routing: Routing) -> Tensor:
-    """Return the gradient of `gate_up`'s rows of x [N, H], from that of its result."""
+    """Return the gradient of `gate_up`'s rows of x, [N, H] in dz's dtype.
+
+    Args:
+        dz: The gradient of the result of `gate_up`, [N, 2 F + R].
+    """
     if held.fp8 and held.values is not None and held.scale is not None:
         size = held.values.shape[1]
         codes, scale = fp8_expert_ops.quantize_rows_of_experts(

@@ -31,8 +31,15 @@ BYTES_PER_LOGIT = 3  # in 16 bits, and its gradient in 8 bits
 
 
 def unsupported_reason(weight: Tensor, *, bias: bool, softcap: float | None) -> str:
-    """Return why fp8 GEMMs can't compute the loss of a head [vocabulary, hidden]; the empty string if they
-    can."""
+    """Return why an fp8 GEMM can't compute the gradient of the hidden states; the empty string if it can.
+
+    `autoconfig.loss_support.fp8_unsupported_reason` applies the same rules to a config.
+
+    Args:
+        weight: the weight of the output head, (vocabulary, hidden).
+        bias: whether the head has a bias.
+        softcap: the softcap of the model's logits, or `None`.
+    """
     obstacles = {
         f"the output head is in {str(weight.dtype).removeprefix('torch.')}": weight.dtype != torch.bfloat16,
         loss_support.HEAD_TRAINS: weight.requires_grad,
@@ -45,7 +52,10 @@ def unsupported_reason(weight: Tensor, *, bias: bool, softcap: float | None) -> 
 
 
 class Fp8OutputHead(torch.autograd.Function):
-    """Negative log-likelihood, entropy and hits of tokens. The forward pass computes the gradient."""
+    """Sums of the negative log-likelihood, entropy and correct predictions, as in `TokenLoss`.
+
+    The forward pass computes the gradient of the hidden states.
+    """
 
     @staticmethod
     def forward(
@@ -93,11 +103,14 @@ def scaled_gradient(
     """Return the gradient of all hidden states from that of the tokens with a label.
 
     Args:
-        gradient: (n, hidden).
-        share: (n,), the weight of each label, or whether there is one.
-        picked: (n,), the tokens with a label, or `None` for all tokens.
-        by: the gradient of the loss, or `None`.
+        gradient: (n, hidden), of the tokens with a label.
+        share: (n,), the weight of each label in float32 or float64, or whether there is one in bool.
+        picked: (n,), the indices of the tokens with a label in int64, or `None` for all tokens.
+        by: the gradient of the loss, a scalar, or `None`.
         rows: the number of hidden states.
+
+    Returns:
+        (rows, hidden) in the dtype of `gradient`, or `None` if the loss has no gradient.
     """
     if by is None:
         return None
@@ -121,12 +134,15 @@ def gradient_in_fp8(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Ten
     """Return what the loss needs of logits, and their gradient in fp8.
 
     Args:
-        logits: (n, vocabulary).
-        labels: (n,). Results of rows with label -100 have no meaning.
+        logits: (n, vocabulary) in 16 bits or float32. They stay as they are.
+        labels: (n,) int64. Results of rows with label -100 have no meaning.
 
     Returns:
-        Negative log-likelihood (n,), whether the label has the highest logit (n,), entropy in nats (n,),
-        softmax - onehot as codes (n, vocabulary) e4m3, and the scale of each row of codes (n, 1).
+        nll: the negative log-likelihood, (n,) float32.
+        correct: whether the label has the highest logit, (n,) bool.
+        entropy: in nats, (n,) float32.
+        codes: softmax - onehot, divided by `scale`, (n, vocabulary) e4m3.
+        scale: the scale of each row, (n, 1) float32.
     """
     wide, target = logits.float(), labels.clamp(min=0)[:, None]
     log_z = wide.logsumexp(1, keepdim=True)
