@@ -30,11 +30,10 @@ from finetune.core.visible_text import continued, visible
 
 PLAIN_WIDTH = WIDE = 120
 PLAIN_LINES = 20  # approximate number of progress lines of a run without a terminal
-
-
-GAP = 2  # characters between two columns
+# Of tables, in characters
+GAP = 2  # between two columns
 FOLDED = 30  # a longer word is a path or a recipe key, and may be folded
-INDENT = 2
+INDENT = 2  # of a row's cells below its first cell
 
 
 class LibraryRecords(logging.Formatter):

@@ -117,23 +117,27 @@ def check(path: Path) -> None:
 def check_one_machine(path: Path) -> None:
     """Refuse a launch on other machines, and folders for offloading, which the config may name (exit 2)."""
     given = read(path)
-    what, folder = (
-        "this launch must use only this machine",
-        "this launch must not name a folder to write into",
-    )
-    found = [(what, key) for key, local in ONE_MACHINE.items() if given.get(key) not in (None, *local)]
-    zero = given.get("deepspeed_config") or {}
-    found += [(folder, key) for key in zero if str(key).endswith("nvme_path") and zero[key] is not None]
+    section = given.get("deepspeed_config")
+    section = section if isinstance(section, dict) else {}
+    addresses = {key: given.get(key) for key in ONE_MACHINE}
+    addresses = {key: value for key, value in addresses.items() if value not in (None, *ONE_MACHINE[key])}
+    folders = {
+        f"deepspeed_config.{key}": value
+        for key, value in section.items()
+        if str(key).endswith("nvme_path") and value is not None
+    }
+    reasons = dict.fromkeys(addresses, "this launch must use only this machine")
+    reasons |= dict.fromkeys(folders, "this launch must not name a folder to write into")
     problems = [
         Problem(
-            what,
+            reasons[key],
             key,
             where=str(path),
-            found=as_yaml(given.get(key, zero.get(key))),
-            fix=f"remove `{key}:`",
+            found=as_yaml(value),
+            fix=f"remove `{key.rpartition('.')[2]}:`",
             code=CODE,
         )
-        for what, key in found
+        for key, value in {**addresses, **folders}.items()
     ]
     if problems:
         raise UserError(*problems)
@@ -169,9 +173,9 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
             found.append(
                 Problem(
                     "an accelerate config has no such key",
-                    key,
+                    str(key),
                     where=where,
-                    fix=nearest(key, top) or "remove the key",
+                    fix=nearest(str(key), top) or "remove the key",
                     code=CODE,
                 )
             )
@@ -257,7 +261,7 @@ def _fsdp(given: dict[str, Any], where: str) -> Iterator[Problem]:
 
     section = given.get("fsdp_config")
     if not isinstance(section, dict):
-        return []
+        return
     held = {f"fsdp_{str(key).removeprefix('fsdp_')}": (key, value) for key, value in section.items()}
     two = str(held.get("fsdp_version", ("", 1))[1]) == "2"
     policy = str(held.get("fsdp_auto_wrap_policy", ("", None))[1] or "NO_WRAP")
@@ -390,7 +394,7 @@ def _values(section: str, given: dict[str, Any], where: str) -> Iterator[Problem
 def _nested(section: str, given: dict[str, Any], where: str) -> Iterator[Problem]:
     """Return the keys of a section that are no options of Accelerate's launcher, so that it ignores them."""
     prefix, known = PREFIXES[section], _options(section)
-    for key in given:
+    for key in map(str, given):
         full = key if key.startswith(prefix) else f"{prefix}{key}"
         if full not in known:
             shown = {name.removeprefix(prefix) for name in known}

@@ -157,6 +157,23 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:
         accelerate_config.read(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("1: 2", "1: an accelerate config has no such key"),
+        ("null: 2", "None: an accelerate config has no such key"),
+        ("mpirun_config: {1: 2}", "mpirun_config has no such key"),
+        ("mpirun_config: {true: 2}", "mpirun_config.True: mpirun_config has no such key"),
+    ],
+)
+def test_key_that_is_no_string_is_an_error(line: str, said: str, tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n{line}\n")
+    with pytest.raises(UserError) as raised:
+        accelerate_config.check(path)
+    assert said in str(raised.value)
+
+
 @pytest.mark.parametrize("content", ["num_processes: 2  # café\n".encode("latin-1"), b"a: 2026-02-30\n"])
 def test_a_config_that_is_no_text_or_has_a_date_that_is_none_is_an_error(content: bytes, tmp_path) -> None:
     path = tmp_path / "mine.yaml"
