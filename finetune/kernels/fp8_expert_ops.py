@@ -1,9 +1,12 @@
 """The operators of experts in fp8: rounding of rows, and grouped GEMMs with an adapter's thin GEMMs.
 
-`expert_ops` explains the letters, and how operators run on a GPU and on a CPU. Experts are e4m3 [E, out, in]
-with a float32 scale for each output. A product of fp8 matrices sums over the last dimension of both. So the
-gradient of the input needs a transposed copy of the weights. It includes the weights' scales before it is
-rounded, as in `quantization.fp8_linear`.
+`expert_ops` explains the letters, the results of `sort_by_expert` (`order`, `ends` and `tiles`), and how
+operators run on a GPU and on a CPU. `each` is K. Experts are e4m3 [E, out, in] with a float32 scale for each
+output.
+
+An fp8 GEMM sums over the last dimension of both matrices, so the gradient of the input needs a transposed
+copy of the weights. The gradient is multiplied with the weights' scales before it is rounded, as in
+`quantization.fp8_linear`.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ def quantize_rows_of_experts(
     """Quantize the rows of each expert to fp8, as `ops.quantize_rows` does.
 
     Args:
-        x: Rows [N, in], or tokens [T, in] with `order`. The rows may have a stride.
+        x: Rows [N, in] that are sorted by expert, or tokens [T, in] with `order`. The rows may have a stride.
         column: A factor for each column of an expert's rows [E, in, 1] in float32, or `None`.
+        order: As in `expert_ops`, or `None` for sorted rows.
 
     Returns:
         codes: [N, in] e4m3, sorted by expert.
