@@ -14,8 +14,8 @@ from finetune.kernels.kernel_limits import FP8_MULTIPLE, FP8_WIDTH
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
     from finetune.core.model_config import ModelConfig
+    from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe
 
 CHUNKED = ("chunked", "chunked_fp8")  # the values of `speed.loss` that `speed.chunked_cross_entropy` computes
@@ -45,17 +45,17 @@ def check_recipe(recipe: Recipe, config: ModelConfig | None) -> list[Problem]:
     return [refusal(loss, reason)] if reason else []
 
 
-def check_machine(loss: str, setup: Setup) -> None:
-    """Refuse a chunked loss that this machine or the precision of this launch excludes.
+def check_machine(loss: str, hardware: Hardware, precision: str) -> None:
+    """Refuse a chunked loss that a machine or the precision of a launch excludes.
 
     Args:
         loss: `speed.loss`.
+        precision: the launch's mixed precision.
 
     Raises:
         UserError: exit 3.
     """
-    precision = setup.launch.precision
-    missing = mixed_precision.fp8_missing(setup.hardware, precision) if loss == "chunked_fp8" else ""
+    missing = mixed_precision.fp8_missing(hardware, precision) if loss == "chunked_fp8" else ""
     reason = FP16 if precision == "fp16" and loss in CHUNKED else missing
     if reason:
         raise UserError(refusal(loss, reason), code=Exit.ENVIRONMENT)

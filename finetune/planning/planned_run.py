@@ -8,7 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
+from finetune.autoconfig import (
+    attention_choice,
+    base_quantization,
+    launch_settings,
+    loss_support,
+    mixed_precision,
+)
 from finetune.autoconfig.batch_size import Batch, split_batch
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
@@ -70,9 +76,14 @@ class PlannedRun:
 def planned_run(
     recipe: Recipe, machine: Hardware, processes: int, by: Sharding
 ) -> tuple[PlannedRun, dict[str, Choice]]:
-    """Return the facts of a run, and the choices that they need: base model storage and attention."""
+    """Return the facts of a run, and the choices that they need: base model storage and attention.
+
+    Raises:
+        UserError: the machine can't run the requested storage, attention or loss (exit 3).
+    """
     model = architecture.read(recipe.model)
     target = Target(machine, processes, by, by.precision or launch_settings.read(machine).precision)
+    loss_support.check_machine(recipe.speed.loss, machine, target.precision)
     base, attention = storage_and_attention(recipe, model, target)
     batch = split_batch(recipe.train, processes // by.sharing)
     rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device, recipe.train.seed)

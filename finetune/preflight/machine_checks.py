@@ -30,4 +30,4 @@ def check(recipe: Recipe, config: ModelConfig, setup: Setup) -> None:
     mixed_precision.check_tf32(given.get("tf32"), setup.hardware)
     if problems := loss_support.check_recipe(recipe, config):
         raise UserError(*problems)
-    loss_support.check_machine(recipe.speed.loss, setup)
+    loss_support.check_machine(recipe.speed.loss, setup.hardware, setup.launch.precision)

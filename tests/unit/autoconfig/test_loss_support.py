@@ -9,11 +9,9 @@ import torch
 from transformers import Gemma2Config, LlamaConfig
 
 from finetune.autoconfig import loss_support
-from finetune.autoconfig.launch_settings import Launch
-from finetune.autoconfig.machine_setup import Setup
 from finetune.core.errors import Exit, UserError
-from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
+from finetune.planning import planned_machine, planner
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import loader
 from finetune.speed import fp8_cross_entropy, lm_head_loss
@@ -31,11 +29,10 @@ A100 = Hardware("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0), 79.2, 8)
 
 def reasons(options: list[str], config: Any, machine: Hardware, precision: str = "bf16") -> str:
     """Return why `check` and `train` refuse the loss; the empty string if they do not."""
-    launch, recipe = Launch("accelerate", 1, 0, precision, "launch", ""), loader.load(QUICKSTART, options)
+    recipe = loader.load(QUICKSTART, options)
     problems = loss_support.check_recipe(recipe, config)
     try:
-        setup = Setup(machine, launch, Choice("sdpa", ""), Choice("fp8", ""))
-        loss_support.check_machine(recipe.speed.loss, setup)
+        loss_support.check_machine(recipe.speed.loss, machine, precision)
     except UserError as error:
         assert error.code == Exit.ENVIRONMENT
         problems += error.problems
@@ -88,6 +85,13 @@ def test_check_notes_a_loss_that_this_machine_lacks(tmp_path) -> None:
         choice_checks.setup_of(recipe)
     (note,) = [note for note in checker.check(recipe) if note.startswith("train would stop")]
     assert "speed.loss" in note and "the chunked loss does not work for this run" in note
+
+
+def test_a_plan_refuses_a_loss_that_the_gpu_lacks() -> None:
+    recipe = loader.load(QUICKSTART, ["speed.loss=chunked_fp8"])
+    with pytest.raises(UserError, match="no fp8 GEMMs"):
+        planner.make(recipe, *planned_machine.find("a100-80gb", 1))
+    assert planner.make(recipe, *planned_machine.find("h100-80gb", 1)).step_seconds
 
 
 @pytest.mark.parametrize("loss", loss_support.CHUNKED)
