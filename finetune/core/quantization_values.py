@@ -17,7 +17,16 @@ SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules")
 MOST_SKIPPED = 1000
 LARGEST_BLOCK = 2**16
 _TEXT = re.compile(r"[ -~]{1,1000}")
-_FLAGS = ("load_in_4bit", "load_in_8bit", "dequantize")
+_FLAGS = (
+    "load_in_4bit", "load_in_8bit", "dequantize", "bnb_4bit_use_double_quant", "llm_int8_has_fp16_weight",
+    "llm_int8_enable_fp32_cpu_offload",
+)  # fmt: skip
+_DTYPES = ("float32", "float16", "bfloat16")
+_CHOICES = {  # transformers reads these values of bitsandbytes
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
+    "bnb_4bit_compute_dtype": _DTYPES,
+    "bnb_4bit_quant_storage": (*_DTYPES, "float64", "int8", "uint8"),
+}
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # transformers' `should_convert_module`, quantizers/quantizers_utils.py
 
 
@@ -54,8 +63,8 @@ def skipped(declared: dict[str, Any]) -> list[tuple[str, Pattern]]:
 
 def _wrong(declared: object) -> Iterator[tuple[str, Any, str]]:
     """The name and value of each field that has another type, and what is expected."""
-    if not isinstance(declared, dict):
-        yield "", declared, "an object"
+    if not isinstance(declared, dict) or not declared:
+        yield "", declared, "an object with quant_method"
         return
     method = declared.get("quant_method")
     if not isinstance(method, str | None):
@@ -63,6 +72,12 @@ def _wrong(declared: object) -> Iterator[tuple[str, Any, str]]:
     yield from (
         (name, declared[name], "true or false") for name in _FLAGS if not _is_flag(declared.get(name))
     )
+    for name, choices in _CHOICES.items():
+        if declared.get(name) not in (None, *choices):
+            yield name, declared[name], " or ".join(choices)
+    threshold = declared.get("llm_int8_threshold")
+    if threshold is not None and type(threshold) is not float:
+        yield "llm_int8_threshold", threshold, "a number such as 6.0"
     blocks = declared.get("weight_block_size")
     if blocks is not None and not _is_block(blocks):
         yield "weight_block_size", blocks, f"two integers from 1 to {LARGEST_BLOCK:,}"

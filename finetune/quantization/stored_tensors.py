@@ -96,6 +96,8 @@ def _faults(
     if method == "4-bit":
         yield from four_bit_state.faults(stored.storage, tensors)
     pairs = _pairs(form, tensors)
+    if stored.method == "bitsandbytes" and not pairs:
+        yield "no weight is quantized"
     scales = set(pairs.values())
     for name, tensor in tensors.items():
         if tensor.dtype in form.values and name not in pairs and name not in scales and _is_weight(name):

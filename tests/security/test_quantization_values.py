@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.evaluation import reopen
 from finetune.models import loading
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 SLOW = r"((\w|\.)+)+#"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+BITSANDBYTES = (
+    "bnb_4bit_quant_type",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "llm_int8_threshold",
+)
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GROUP = {"weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}}
 
@@ -76,6 +83,8 @@ def test_model_with_a_slow_pattern_is_not_loaded(tmp_path) -> None:
         {**FP8, "modules_to_not_convert": ["[\0-\U0010ffff]"]},
         {**FP8, "modules_to_not_convert": [f"a{number}" for number in range(1001)]},
         {**NF4, "llm_int8_skip_modules": {"lm_head": 1}},
+        {},
+        *({**NF4, key: "x"} for key in BITSANDBYTES),
         {"quant_method": "compressed-tensors", "config_groups": [GROUP]},
         {"quant_method": "compressed-tensors", "config_groups": {"a": 5}},
         {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": [8]}}},
@@ -99,10 +108,8 @@ def test_quantization_with_a_value_of_another_type_is_refused(
     "declared",
     [
         None,
-        {},
         {**FP8, "modules_to_not_convert": None, "activation_scheme": "dynamic"},
         {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn", r"layers\.(0|1)\.mlp.*"]},
-        {**NF4, "load_in_8bit": False, "llm_int8_skip_modules": ["lm_head"] * 300},
         {"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}, "ignore": ["re:.*lm_head"]},
     ],
     ids=str,
@@ -110,3 +117,12 @@ def test_quantization_with_a_value_of_another_type_is_refused(
 def test_usual_quantizations_are_accepted(declared: Any, tmp_path, commands) -> None:
     ended = commands.run("check", str(QUICKSTART), f"model.name={quantized(tmp_path / 'model', declared)}")
     assert not ended.wrong and ended.code == 0, ended
+
+
+@pytest.mark.parametrize(
+    "declared", [NF4, {"load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"] * 300}]
+)
+def test_plain_weights_that_are_declared_to_be_bitsandbytes_s_are_refused(declared, tmp_path, capsys) -> None:
+    folder = quantized(tmp_path / "model", declared)
+    assert main.main(["check", str(QUICKSTART), f"model.name={folder}"]) == 2
+    assert "no weight is quantized" in capsys.readouterr().err
