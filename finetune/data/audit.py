@@ -35,6 +35,7 @@ SAID = {  # kind of outcome -> its text after "N of M examples"
     "shortened": "have a shortened prompt (too_long: truncate_prompt)",
     "doubled_bos": "have a second BOS token, which finetune removes",
     "merged": "have a token that belongs to the prompt and to the answer",
+    "unknown_text": "have characters that the tokenizer does not know",
     "special_in_content": "have special tokens in the content of a message",
     "reasoning": "have reasoning",
     "reasoning_left_out": "have reasoning in earlier turns, which the chat template ignores",
@@ -238,6 +239,7 @@ class Audit:
         properties = {
             "shortened": last.cut,
             "merged": last.merged,
+            "unknown_text": any(not encoder.unknown.isdisjoint(document.ids) for document in documents),
             "weighted": last.weights,
             "divided_token": last.is_divided,
             "doubled_bos": documents[0].doubled,

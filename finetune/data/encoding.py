@@ -46,6 +46,7 @@ LEFT_OUT = {  # role or key of a message -> its name in errors
 CHATML = "data.chat_template: chatml"
 NEEDS_TEMPLATE = "the data has chats, and a template turns them into text"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+RARE = "\ua4d0\U00012000"  # letters of Lisu and cuneiform, whose UTF-8 has no byte in common
 ATTEMPTS = 8  # maximum number of attempts to shorten the prompts of an example
 
 
@@ -99,6 +100,8 @@ class Encoder:
     stops: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
     """Notes on the template."""
+    unknown: frozenset[int] = frozenset()
+    """The ids that the tokenizer gives to all characters that it does not know."""
     special: re.Pattern[str] = re.compile("(?!)")
     """Matches any special token of the tokenizer."""
     date: str | None = None
@@ -454,7 +457,7 @@ def make_encoder(
         )
     backend.no_truncation()
     backend.no_padding()
-    known: dict[str, Any] = {"opening": _opening(backend)}
+    known: dict[str, Any] = {"opening": _opening(backend), "unknown": _unknown(backend)}
     # Ignore ids that are no added tokens of this tokenizer: they can be defaults of the config class.
     ends = {token for token in declared if token in tokenizer.added_tokens_decoder}
     known["stops"] = frozenset(stop_ids(tokenizer) | ends)
@@ -521,6 +524,12 @@ def _opening(backend: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that the tokenizer adds before every text: its BOS token, or nothing."""
     found = backend.encode("x", add_special_tokens=True)
     return tuple(found.ids[: found.special_tokens_mask.index(0)])
+
+
+def _unknown(backend: Tokenizer) -> frozenset[int]:
+    """Return the ids that two rare characters share, such as that of <unk>. Their bytes are other ids."""
+    first, second = (set(backend.encode(one, add_special_tokens=False).ids) for one in RARE)
+    return frozenset(token for token in first & second if backend.id_to_token(token) not in ("▁", "Ġ"))
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

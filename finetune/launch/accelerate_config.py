@@ -27,6 +27,7 @@ PREFIXES = {
 }
 
 CODE, UNKNOWN_VALUE = "launch-config", "Accelerate does not know this value"
+LONGEST_VALUE = 10_000  # characters of a value or a section
 MOST_CHOICES = 5  # that a message lists beside the most similar one
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 COUNTS = ("num_processes", "num_machines")
@@ -58,12 +59,13 @@ def read(path: Path) -> dict[str, Any]:
     """Read the file with the YAML reader that Accelerate uses.
 
     Raises:
-        UserError: the file is missing or no mapping, or has a key twice (exit 2).
+        UserError: the file is missing or no mapping, or has a key twice or a list of values (exit 2).
     """
     try:
         text = regular_files.read_text(path)
         made = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        # ValueError: no UTF-8, or a date that is none. RecursionError: nested too deeply
         raise UserError(
             Problem(
                 "the file is not an accelerate config",
@@ -84,6 +86,22 @@ def read(path: Path) -> dict[str, Any]:
                 code="launch-config",
             )
         )
+    sections = [made, *(made[name] for name in PREFIXES if isinstance(made.get(name), dict))]
+    for key, value in (entry for section in sections for entry in section.items()):
+        is_own = key in (*PREFIXES, "gpu_ids")  # `problems` explains these
+        is_nested = isinstance(value, list | dict) and bool(value) and not is_own
+        if not isinstance(key, str) or is_nested or len(str(value)) > LONGEST_VALUE:
+            raise UserError(
+                Problem(
+                    "a value of the accelerate config has another form",
+                    str(key)[:100],
+                    where=str(path),
+                    found=str(value)[:200],
+                    expected="a key that is text, with a text or a number",
+                    fix="write the file with `accelerate config --config_file FILE`",
+                    code="launch-config",
+                )
+            )
     problems = strict_yaml.parse(text, str(path)).problems
     if twice := [problem for problem in problems if problem.what == strict_yaml.TWICE]:
         raise UserError(*twice)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+WORDS, LETTERS = "The cat, 12 dogs", ("x", "\u00e9", "\u4f60", "\U0001f600")
 PROBE = "x \u00e9 \u4f60 \u0378 \U0001f600"
 UNLIMITED = int(1e30)  # transformers' own value for a tokenizer without a limit
 
@@ -98,6 +99,7 @@ def check_backend(backend: Tokenizer, name: str) -> None:
                 "model.name",
                 found=name,
                 fix="use the tokenizer of another checkpoint",
+                why="it loses spaces or rare characters, or it fails on them",
                 code="tokenizer",
             )
         )
@@ -110,10 +112,13 @@ def is_template(template: object) -> bool:
 
 
 def can_encode(backend: Tokenizer) -> bool:
-    """Return whether a tokenizer of the tokenizers library has ids for usual and for rare characters."""
+    """Return whether a tokenizer of the tokenizers library keeps usual and rare characters, and spaces."""
     try:
         with panics_as_errors():
-            return bool(backend.encode("x", add_special_tokens=False).ids and backend.encode(PROBE))
+            texts = (WORDS, *LETTERS, PROBE)
+            ids = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+            loses_spaces = backend.decode(ids[0]).strip().casefold() == WORDS.replace(" ", "").casefold()
+            return all(ids) and not loses_spaces
     except Exception:  # the library's one type for every fault
         return False
 

@@ -192,6 +192,13 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
         )
     },
     "dropout": {"model": {**json.loads((MODEL / "tokenizer.json").read_text())["model"], "dropout": 0.5}},
+    "no spaces": {"pre_tokenizer": step("Whitespace")},
+    "no bytes": {"pre_tokenizer": None},
+    "no rare letters": {
+        "model": step("BPE", vocab={letter: id for id, letter in enumerate(map(chr, range(128)))}, merges=[]),
+        "pre_tokenizer": None,
+        "decoder": None,
+    },
     "pieces without length": {"pre_tokenizer": step("FixedLength", length=0)},
 }
 
@@ -256,3 +263,20 @@ def test_usual_patterns_of_tokenizers_are_not_slow() -> None:
         "[一-龥]+",  # DeepSeek
     ]
     assert tokenizer_limits._find_slow(tuple(usual)) is None
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_counted(tmp_path, capsys) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    words = step("WordLevel", vocab={"<unk>": 9, "known": 8}, unk_token="<unk>")
+    content |= {"model": words, "pre_tokenizer": step("WhitespaceSplit"), "decoder": None}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    lines = [
+        json.dumps({"prompt": "known", "completion": one}) for one in (" known", " other", " known known")
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    given = [f"model.name={folder}", f"data.name={tmp_path / 'data.jsonl'}", "data.format=auto"]
+    assert main.main(["data", str(QUICKSTART), *given, "data.validation=null", "data.split=train"]) == 0
+    assert "1 of 3 examples have characters that the tokenizer does not know" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -174,13 +174,28 @@ def test_key_that_is_no_string_is_an_error(line: str, said: str, tmp_path) -> No
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("content", ["num_processes: 2  # café\n".encode("latin-1"), b"a: 2026-02-30\n"])
+UNREADABLE = ["num_processes: 2  # café\n".encode("latin-1"), b"a: 2026-02-30\n", b"a: " + b"[" * 3000]
+
+
+@pytest.mark.parametrize("content", UNREADABLE, ids=range(len(UNREADABLE)))
 def test_a_config_that_is_no_text_or_has_a_date_that_is_none_is_an_error(content: bytes, tmp_path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
     with pytest.raises(UserError, match="not an accelerate config") as raised:
         accelerate_config.read(path)
     assert raised.value.problems[0].where == str(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_processes", "mixed_precision", "parallelism_config.cp_size", "fp8_config.x"]
+)
+@pytest.mark.parametrize("value", [[1], {"a": 1}, "9" * 20_000], ids=["list", "mapping", "long"])
+def test_a_value_of_another_form_is_an_error(name: str, value: Any, tmp_path) -> None:
+    path, (section, _, key) = tmp_path / "mine.yaml", name.rpartition(".")
+    for wrong in ({section: {key: value}} if section else {key: value}, {5: 6}):
+        path.write_text(yaml.safe_dump({"distributed_type": "NO", "tpu_env": []} | wrong))
+        with pytest.raises(UserError, match="has another form"):
+            accelerate_config.read(path)
 
 
 def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, monkeypatch) -> None:
