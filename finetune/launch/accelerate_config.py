@@ -27,7 +27,7 @@ PREFIXES = {
 }
 
 CODE, UNKNOWN_VALUE = "launch-config", "Accelerate does not know this value"
-LONGEST_VALUE = 10_000  # characters of a value or a section
+LONGEST_VALUE = 1000  # characters
 MOST_CHOICES = 5  # that a message lists beside the most similar one
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 COUNTS = ("num_processes", "num_machines")
@@ -90,7 +90,7 @@ def read(path: Path) -> dict[str, Any]:
     for key, value in (entry for section in sections for entry in section.items()):
         is_own = key in (*PREFIXES, "gpu_ids")  # `problems` explains these
         is_nested = isinstance(value, list | dict) and bool(value) and not is_own
-        if not isinstance(key, str) or is_nested or len(str(value)) > LONGEST_VALUE:
+        if not isinstance(key, str) or is_nested or (not is_own and len(str(value)) > LONGEST_VALUE):
             raise UserError(
                 Problem(
                     "a value of the accelerate config has another form",

@@ -189,7 +189,7 @@ def test_a_config_that_is_no_text_or_has_a_date_that_is_none_is_an_error(content
 @pytest.mark.parametrize(
     "name", ["num_processes", "mixed_precision", "parallelism_config.cp_size", "fp8_config.x"]
 )
-@pytest.mark.parametrize("value", [[1], {"a": 1}, "9" * 20_000], ids=["list", "mapping", "long"])
+@pytest.mark.parametrize("value", [[1], {"a": 1}, "9" * 5000], ids=["list", "mapping", "long"])
 def test_a_value_of_another_form_is_an_error(name: str, value: Any, tmp_path) -> None:
     path, (section, _, key) = tmp_path / "mine.yaml", name.rpartition(".")
     for wrong in ({section: {key: value}} if section else {key: value}, {5: 6}):
