@@ -90,14 +90,14 @@ def read(path: Path) -> dict[str, Any]:
     for key, value in (entry for section in sections for entry in section.items()):
         is_own = key in (*PREFIXES, "gpu_ids")  # `problems` explains these
         is_nested = isinstance(value, list | dict) and bool(value) and not is_own
-        if not isinstance(key, str) or is_nested or (not is_own and len(str(value)) > LONGEST_VALUE):
+        if is_nested or (not is_own and len(str(value)) > LONGEST_VALUE):
             raise UserError(
                 Problem(
                     "a value of the accelerate config has another form",
                     str(key)[:100],
                     where=str(path),
                     found=str(value)[:200],
-                    expected="a key that is text, with a text or a number",
+                    expected="a text or a number",
                     fix="write the file with `accelerate config --config_file FILE`",
                     code="launch-config",
                 )
