@@ -301,7 +301,7 @@ def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str,
 
 NAMES = {
     "bf16": "finetune, bf16",
-    "fp8": "finetune, fp8 base model and GEMMs",
+    "fp8": "finetune, fp8 base model",
     "fp8-dequantized": "finetune, fp8 base model, experts dequantized for each GEMM (older code)",
     "nf4": "finetune, NF4 base model",
     "int8": "finetune, int8",
