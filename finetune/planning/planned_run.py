@@ -12,7 +12,6 @@ from finetune.autoconfig import (
     attention_choice,
     base_quantization,
     launch_settings,
-    loss_support,
     mixed_precision,
 )
 from finetune.autoconfig.batch_size import Batch, split_batch
@@ -83,7 +82,6 @@ def planned_run(
     """
     model = architecture.read(recipe.model)
     target = Target(machine, processes, by, by.precision or launch_settings.read(machine).precision)
-    loss_support.check_machine(recipe.speed.loss, machine, target.precision)
     base, attention = storage_and_attention(recipe, model, target)
     batch = split_batch(recipe.train, processes // by.sharing)
     rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device, recipe.train.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.autoconfig import launch_settings, machine_setup, optimizer_choice
+from finetune.autoconfig import launch_settings, loss_support, machine_setup, optimizer_choice
 from finetune.core.errors import UserError
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -20,8 +20,10 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     `check` and a run refuse them too.
 
     Raises:
-        UserError: exit 3 for the optimizer and offloading, else exit 2.
+        UserError: exit 3 for the loss, the optimizer and offloading, else exit 2.
     """
+    precision = by.precision or launch_settings.read(machine).precision
+    loss_support.check_machine(recipe.speed.loss, machine, precision)
     model_checks.check_model(recipe)
     found = architecture.read(recipe.model)
     with launch_environment.under(dict(by.variables)):

@@ -63,7 +63,6 @@ GENERATION: list[dict[str, Any]] = [
     {"early_stopping": [1]},
     {"watermarking_config": {"a": 1}},
     {"pad_token_id": [1]},
-    {"save_pretrained": 1},
 ]
 
 
@@ -72,6 +71,12 @@ def test_generation_config_that_transformers_refuses_is_refused(values: dict, we
     path = weightless / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     refused(weightless, capsys, says=("does not accept the model's generation config", str(path)))
+
+
+def test_key_of_a_generation_config_that_replaces_a_method_is_refused(weightless, capsys) -> None:
+    path = weightless / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"save_pretrained": 1}))
+    refused(weightless, capsys, says=("has the name of a method", str(path)))
 
 
 @pytest.mark.parametrize(

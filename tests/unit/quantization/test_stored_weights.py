@@ -148,6 +148,8 @@ def test_check_refuses_options_that_need_whole_weights_on_a_quantized_checkpoint
     shutil.copy(MODEL / "model.safetensors", model)
     recipe = recipe_of(model, *(override.split() if "loftq" in override else [override]))
     assert verdict(checker.check_without_examples, recipe)[0] == 0
+    (model / "model.safetensors").unlink()  # the plain weights, which are no weights in nf4
+    save_file({"model.norm.weight": torch.ones(256)}, model / "model.safetensors")
     quantized_checkpoints.declare(model, **DECLARED["nf4"])
     code, said = verdict(checker.check_without_examples, recipe)
     assert code == Exit.INPUT and f"{key}: the checkpoint is stored in nf4" in said, said
