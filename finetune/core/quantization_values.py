@@ -1,6 +1,6 @@
-"""Check the quantization in a model's config: its values must have the types that libraries expect.
+"""Check that the quantization in a model's config has values of the types that libraries expect.
 
-transformers reads lists of modules to skip as regular expressions. `skipped` returns them.
+transformers reads lists of modules to skip as regular expressions. `skipped` returns these lists.
 """
 
 from __future__ import annotations

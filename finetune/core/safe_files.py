@@ -153,7 +153,7 @@ def replace_folder(root: Path, name: str) -> Iterator[Path]:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the files in a new folder the permissions of your umask, which the folder itself has.
+    """Give the files in a new folder the permissions of your umask. The folder itself has them already.
 
     safetensors (0.8) writes files that only their owner can read. A server often runs as another user.
     """

@@ -1,7 +1,7 @@
 """Check that a model or adapter cannot run code, choose kernels or name files outside of its folder.
 
-transformers and PEFT check most of this themselves, but past versions had holes
-(tests/security/test_advisories.py). So finetune checks the files before these libraries open them. This
+transformers and PEFT check most of this themselves. Past versions had holes
+(tests/security/test_advisories.py), so finetune checks the files before these libraries open them. This
 module imports no torch.
 """
 
@@ -444,7 +444,7 @@ def _tokens_by_name(path: Path, key: str) -> Iterator[Problem]:
 
 
 def _tokenizer(path: Path, key: str) -> Iterator[Problem]:
-    """Count the added tokens, each of which is an object, without a slow parse of the file."""
+    """Count the added tokens without a slow parse of the file. Each of them is an object."""
     text = path.read_bytes()
     yield from _too_many_tokens(text.count(b"{"), path, key)
     yield from _too_long_tokens(_added(text.decode(errors="replace")), path, key)

@@ -264,9 +264,9 @@ def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContext
 
 
 def reference_layers() -> contextlib.AbstractContextManager[None]:
-    """Within the context, layers of transformers run in PyTorch, and not in the kernels of other packages.
+    """Run layers of transformers in PyTorch within the context, not in the kernels of other packages.
 
-    transformers does so while `torch.export` runs, because the kernels accept no tensors without values.
+    transformers does so while `torch.export` runs. The kernels accept no tensors without values.
     """
     from torch._export.utils import _compiling_state_context
 

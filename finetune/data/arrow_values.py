@@ -48,8 +48,10 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
 
 
 def _values(batch: pyarrow.RecordBatch) -> Iterator[Any]:
-    """Yield each row of a batch as a mapping, the error if Python cannot represent a value, or `None` if the
-    row has too many values.
+    """Yield each row of a batch as a mapping.
+
+    If Python cannot represent a value of the row, yield the error. If the row has too many values, yield
+    `None`.
 
     A file of 1,000 bytes can hold a row of 30,000,000 values. So the values are counted before Python creates
     them.
@@ -88,7 +90,7 @@ def count_values(batch: pyarrow.RecordBatch) -> int:
             waiting.append(array.storage)
             continue
         count += len(array)
-        if isinstance(array, pyarrow.MapArray):  # `keys` and `items` hold those of other rows too
+        if isinstance(array, pyarrow.MapArray):  # `keys` and `items` also hold the entries of other rows
             first, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
             waiting.append(array.items.slice(first, end - first))
         elif isinstance(array, lists_and_structs):

@@ -1,6 +1,6 @@
 """Convert examples to token ids and to the ranges of tokens that contribute to the loss.
 
-The trained range is exactly the text that the model generates at inference: it starts after the prompt and
+The trained range is exactly the text that the model generates at inference. It starts after the prompt and
 ends with the token that ends the turn. finetune never guesses where the assistant's turns are. It uses the
 first method that applies:
 

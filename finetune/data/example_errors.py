@@ -207,7 +207,7 @@ def _most_examples(data: Data, first: FirstExamples) -> int | None:
 
 
 def row_of(where: str) -> str:
-    """Return the position of a row from the position of the row or of one of its messages."""
+    """Return the position of a row from its own position or the position of a message in it."""
     return where.partition(", message ")[0]
 
 

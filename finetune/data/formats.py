@@ -263,7 +263,7 @@ def _with_system(messages: list[Message], column: str) -> list[Message]:
 
 
 def _turns(value: dict[str, Any], format: str, row: Row) -> tuple[list[Any], int]:
-    """Return the messages of a row without changes, and how many of them are the prompt of a completion."""
+    """Return the messages of a row without changes, and the number of messages before the completion."""
     if format == "alpaca":
         instruction = _text(value, "instruction", row)
         more = _text(value, "input", row, empty=True) if value.get("input") is not None else ""

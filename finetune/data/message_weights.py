@@ -1,7 +1,7 @@
 """Read the weights of the loss from the messages of a chat.
 
 A message has one weight from 0 to 1. If its content is a list of parts, each part of text can have its own
-weight, which replaces the message's weight for the text of this part.
+weight. It replaces the message's weight for this text.
 """
 
 from __future__ import annotations

@@ -200,8 +200,8 @@ def encode_block(
         read: shared counts [workers, 2]. The function adds the numbers of read and skipped examples.
 
     Raises:
-        UserError: an example cannot be read or trained on, and `data.expect` allows none, or it has weights
-            of the loss and the first examples have none (exit 2).
+        UserError: an example cannot be read or trained on, and `data.expect` does not allow it. An example
+            has weights of the loss, and the first examples have none (exit 2).
     """
     from torch.utils.data import get_worker_info
 

@@ -239,8 +239,8 @@ def timeout_seconds() -> int:
 def leave(code: int) -> int:
     """Destroy the process group and return the exit code. Exit at once if a run with NCCL failed.
 
-    Destroying NCCL's communicators can wait for processes that have ended. torch would destroy them when the
-    interpreter ends, and the launcher ends the other ranks only after this one.
+    NCCL can wait for processes that have ended while its communicators are destroyed. torch would destroy
+    them when the interpreter ends. The launcher ends the other ranks only after this one.
     """
     torch: Any = sys.modules.get("torch")
     if not (torch and torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -37,8 +37,8 @@ def product(
         scale: scale of each row of x, [rows, 1] float32.
         weight: the quantized W, [out, in] e4m3, row-major.
         weight_scale: scale of each output, [out, 1] float32.
-        exact_sum: whether sums are in float32. Otherwise a GPU may keep 14 bits of them, which is 3 to 8%
-            faster, and changes results by 1 to 2% if sums have 150,000 terms.
+        exact_sum: whether sums are in float32. Otherwise a GPU keeps fewer bits, which is 3 to 8% faster.
+            Sums of 151,936 terms were 1 to 2% off then (benchmarks/LOG.md).
 
     Returns:
         [rows, out] in `dtype`.
@@ -53,8 +53,8 @@ def product(
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `x.to(dtype)`, or `x` itself if the dtype matches.
 
-    If the cast changes nothing, torch 2.11 loses the gradient of a compiled autograd.Function that returns
-    the result: its output is never written (fixed in torch 2.13).
+    If the cast changes nothing, torch 2.11 never writes the output of a compiled autograd.Function that
+    returns the result. The gradient is lost (fixed in torch 2.13).
     """
     return x if x.dtype == dtype else x.to(dtype)
 

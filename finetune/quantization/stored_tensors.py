@@ -96,8 +96,7 @@ def _faults(
     if method == "4-bit":
         yield from four_bit_state.faults(stored.storage, tensors)
     pairs = _pairs(form, tensors)
-    matrices = any(len(tensor.shape) > 1 for tensor in tensors.values())
-    if stored.method == "bitsandbytes" and matrices and not pairs:
+    if stored.method == "bitsandbytes" and not pairs:
         yield "no weight is quantized"
     scales = set(pairs.values())
     for name, tensor in tensors.items():

@@ -26,13 +26,14 @@ from transformers.utils.generic import ModelOutput
 
 from finetune.autoconfig.memory_estimate import CHUNK_BYTES, chunk_rows, logit_bytes
 from finetune.core import upstream_private
-from finetune.speed.fp8_cross_entropy import Fp8OutputHead, scaled_gradient
+from finetune.data.loss_mask import IGNORED
+from finetune.speed.fp8_cross_entropy import Fp8OutputHead
+from finetune.speed.loss_weights import scaled_gradient
 
 triton_loss: Any = None
 if torch.cuda.is_available():
     from finetune.kernels import triton_loss
 
-IGNORED = -100
 FEW = 64  # up to 1 of 64 tokens without a label is computed too, which is cheaper than selecting the others
 
 
@@ -88,7 +89,8 @@ class Head(NamedTuple):
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)."""
     fp8: bool = False
-    """Whether the gradient of the hidden states is computed in fp8 (`fp8_cross_entropy`)."""
+    """Whether the gradient of the hidden states is computed in fp8 (`fp8_cross_entropy`). This needs a frozen
+    head without bias and softcap."""
 
 
 def token_loss(
@@ -109,8 +111,13 @@ def token_loss(
         labels: (...), int64. -100 means no label.
         weights: (...). Each label's weight in the sum. `None` means 1.
         num_labels: number of labels that are not -100. `None` waits for the device to count them.
+
+    Raises:
+        ValueError: `head.fp8` with a head that trains, or has a bias or a softcap.
     """
     weight, bias, softcap, fp8 = head
+    if fp8 and (weight.requires_grad or bias is not None or softcap is not None):
+        raise ValueError("the gradient in fp8 needs a frozen output head without bias and softcap")
     device = weight.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype

@@ -33,7 +33,7 @@ class Routing(NamedTuple):
     """K, the experts of a token."""
 
 
-class Held(NamedTuple):
+class StackedWeight(NamedTuple):
     """A stacked weight with an adapter's matrices, as `fused_experts.Experts` holds them."""
 
     thin: Tensor | None
@@ -61,7 +61,7 @@ def runs_in_fp8(values: Tensor | None, dtype: torch.dtype) -> bool:
     )
 
 
-def gate_up(x: Tensor, held: Held, routing: Routing) -> Tensor:
+def gate_up(x: Tensor, held: StackedWeight, routing: Routing) -> Tensor:
     """Return [x W1^T | x A1^T] of the tokens x [T, H]: [N, 2 F + R] in x's dtype."""
     order, places, ends, tiles, each = routing
     if held.fp8 and held.values is not None:
@@ -72,7 +72,7 @@ def gate_up(x: Tensor, held: Held, routing: Routing) -> Tensor:
     return ops.grouped_mm(ops.rows_of_experts(x, places), _whole(held, True, x), ends, True)
 
 
-def down(h: Tensor, held: Held, routing: Routing) -> Tensor:
+def down(h: Tensor, held: StackedWeight, routing: Routing) -> Tensor:
     """Return h W2^T + u (s B2)^T of the rows [h | u] [N, F + R]: [N, H] in h's dtype."""
     if held.fp8 and held.values is not None:
         size = held.values.shape[2]
@@ -84,7 +84,7 @@ def down(h: Tensor, held: Held, routing: Routing) -> Tensor:
     return ops.grouped_mm(h, _whole(held, False, h), routing.ends, True)
 
 
-def down_gradient(dy: Tensor, held: Held, routing: Routing) -> Tensor:
+def down_gradient(dy: Tensor, held: StackedWeight, routing: Routing) -> Tensor:
     """Return the gradient of `down`'s rows, [N, F + R] in dy's dtype, without the routing weights.
 
     Args:
@@ -100,7 +100,7 @@ def down_gradient(dy: Tensor, held: Held, routing: Routing) -> Tensor:
     return ops.grouped_mm(ops.rows_of_experts(dy, places), _whole(held, False, dy, after=dy), ends, False)
 
 
-def gate_up_gradient(dz: Tensor, held: Held, routing: Routing) -> Tensor:
+def gate_up_gradient(dz: Tensor, held: StackedWeight, routing: Routing) -> Tensor:
     """Return the gradient of `gate_up`'s rows of x, [N, H] in dz's dtype.
 
     Args:
@@ -118,7 +118,7 @@ def gate_up_gradient(dz: Tensor, held: Held, routing: Routing) -> Tensor:
     return ops.grouped_mm(dz, _whole(held, True, dz, after=dz), routing.ends, False)
 
 
-def _whole(held: Held, below: bool, like: Tensor, after: Tensor | None = None) -> Tensor:
+def _whole(held: StackedWeight, below: bool, like: Tensor, after: Tensor | None = None) -> Tensor:
     """Return the weights with the adapter's matrices: dequantized, or as they are held."""
     tensors = [one for one in (held.values, held.scale, held.table) if one is not None]
     if tensors:

@@ -1,12 +1,12 @@
-"""The chunked cross-entropy with the gradient of the hidden states in fp8, for a frozen output head.
+"""The chunked cross-entropy of a frozen output head, with the gradient of the hidden states in fp8.
 
-    z = h W^T     in 16 bits, so the loss is that of `chunked_cross_entropy`
+    z = h W^T     in 16 bits, so the loss equals the loss of `chunked_cross_entropy`
     dh = g W      g = softmax(z) - onehot is rounded to fp8 row by row, and W column by column
 
-Both factors are rounded as a whole. An exact W[label] next to a rounded softmax(z) W leaves an error where
-the model is sure of the label and the gradient should be zero. Two small models ended with a validation loss
-that was 1 to 2% higher (benchmarks/LOG.md). The head stays as it is loaded, and each call rounds it.
-Without a gradient, `chunked_cross_entropy` computes the loss.
+Both factors are rounded as a whole. With an exact W[label] next to a rounded softmax(z) W, an error remains
+where the gradient should vanish: where the model is sure of the label. Two small models then ended with a
+validation loss that was 1 to 2% higher (benchmarks/LOG.md). The head stays as it is loaded. Each call rounds
+it. Without a gradient, `chunked_cross_entropy` computes the loss.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from finetune.autoconfig import loss_support
 from finetune.autoconfig.memory_estimate import CHUNK_BYTES, chunk_rows
+from finetune.data.loss_mask import IGNORED
 from finetune.kernels.kernel_limits import FP8_MULTIPLE
 from finetune.kernels.ops import LARGEST, quantize_rows, transpose
 from finetune.quantization.fp8_linear import has_gemm, product
+from finetune.speed.loss_weights import scaled_gradient
 
 triton_loss: Any = None
 if torch.cuda.is_available():
@@ -66,7 +68,7 @@ class Fp8OutputHead(torch.autograd.Function):
         weights: Tensor | None,  # (n,) of the labels; `None`: 1
         picked: Tensor | None,  # (n,) indices of tokens with a label; `None`: all tokens
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, vocabulary, has_label = len(labels), len(weight), labels != -100
+        rows, vocabulary, has_label = len(labels), len(weight), labels != IGNORED
         share = has_label if weights is None else torch.where(has_label, weights.float(), 0)
         codes, scale = _columns_in_fp8(weight)
         nll, entropy = (hidden.new_empty(rows, dtype=torch.float32) for _ in range(2))
@@ -95,31 +97,6 @@ class Fp8OutputHead(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         gradient, share, picked = ctx.saved_tensors
         return scaled_gradient(gradient, share, picked, gradients[0], ctx.rows), None, None, None, None
-
-
-def scaled_gradient(
-    gradient: Tensor, share: Tensor, picked: Tensor | None, by: Tensor | None, rows: int
-) -> Tensor | None:
-    """Return the gradient of all hidden states from that of the tokens with a label.
-
-    Args:
-        gradient: (n, hidden), of the tokens with a label.
-        share: (n,), the weight of each label in float32 or float64, or whether there is one in bool.
-        picked: (n,), the indices of the tokens with a label in int64, or `None` for all tokens.
-        by: the gradient of the loss, a scalar, or `None`.
-        rows: the number of hidden states.
-
-    Returns:
-        (rows, hidden) in the dtype of `gradient`, or `None` if the loss has no gradient.
-    """
-    if by is None:
-        return None
-    # (n, 1), because a number would be rounded to the gradient's dtype before the multiplication
-    weight = (torch.where(share, by, 0) if share.dtype == torch.bool else share * by)[:, None]
-    scaled = torch.mul(gradient, weight, out=torch.empty_like(gradient))
-    if picked is None:
-        return scaled
-    return scaled.new_zeros(rows, scaled.shape[1]).index_copy_(0, picked, scaled)
 
 
 def _columns_in_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:

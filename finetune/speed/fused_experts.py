@@ -34,7 +34,7 @@ from finetune.kernels.ops import ACTIVATIONS, quantize_rows
 from finetune.models import module_names
 from finetune.quantization import stacked_experts
 from finetune.speed import expert_gemms, frozen_experts, lm_head_loss
-from finetune.speed.expert_gemms import Held, Routing
+from finetune.speed.expert_gemms import Routing, StackedWeight
 from finetune.speed.forward_comparison import allowed_difference, changed_parameters, relative_difference
 from finetune.speed.frozen_experts import FrozenExperts
 from finetune.speed.live_model_spec import decoder_layers
@@ -260,8 +260,8 @@ class _Experts(torch.autograd.Function):
         first_table: Tensor | None, last_values: Tensor | None, last_scale: Tensor | None,
         last_table: Tensor | None, size: int, scales: list[float], act: str, fp8: bool,
     ) -> torch.Tensor:  # fmt: skip
-        held_first = Held(first, first_values, first_scale, first_table, fp8)
-        held_last = Held(last, last_values, last_scale, last_table, fp8)
+        held_first = StackedWeight(first, first_values, first_scale, first_table, fp8)
+        held_last = StackedWeight(last, last_values, last_scale, last_table, fp8)
         stacked_weight: Any = first if first_values is None else first_values
         routing = Routing(*ops.sort_by_expert(ids, stacked_weight.shape[0]), ids.shape[1])
         weights = weights.contiguous()
@@ -278,7 +278,10 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         saved = ctx.saved_tensors
         x, weights, z, order, places, ends, tiles, outer, inner = saved[:9]
-        held_first, held_last = Held(*saved[9:13], fp8=ctx.fp8), Held(*saved[13:], fp8=ctx.fp8)
+        held_first, held_last = (
+            StackedWeight(*saved[9:13], fp8=ctx.fp8),
+            StackedWeight(*saved[13:], fp8=ctx.fp8),
+        )
         dy, each, wide = grads[0].contiguous(), weights.shape[1], 2 * ctx.size
         routing = Routing(order, places, ends, tiles, each)
         g = expert_gemms.down_gradient(dy, held_last, routing)

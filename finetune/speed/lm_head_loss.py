@@ -22,12 +22,12 @@ from finetune.autoconfig import loss_support, memory_estimate
 from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice, RunChecks
-from finetune.data.loss_mask import WEIGHTS
+from finetune.data.loss_mask import IGNORED, WEIGHTS
 from finetune.distributed import launch_environment
 from finetune.kernels.kernel_limits import FP8_WIDTH
 from finetune.quantization.fp8_linear import Fp8Linear
 from finetune.speed import fp8_cross_entropy, loss_weights, router_balance
-from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
+from finetune.speed.chunked_cross_entropy import Head, TokenLoss, computes_all, token_loss
 from finetune.speed.forward_comparison import ALLOWED, allowed_difference
 
 TRIED = 16  # tokens of the example on which TRL's loss is tested

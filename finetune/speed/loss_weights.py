@@ -75,3 +75,28 @@ def with_fused_head(model: Callable[..., Any], integers: Tensor) -> Callable[...
         return outputs
 
     return call
+
+
+def scaled_gradient(
+    gradient: Tensor, share: Tensor, picked: Tensor | None, by: Tensor | None, rows: int
+) -> Tensor | None:
+    """Return the gradient of all hidden states from that of the tokens with a label.
+
+    Args:
+        gradient: (n, hidden), of the tokens with a label.
+        share: (n,), the weight of each label in float32 or float64, or whether there is one in bool.
+        picked: (n,), the indices of the tokens with a label in int64, or `None` for all tokens.
+        by: the gradient of the loss, a scalar, or `None`.
+        rows: the number of hidden states.
+
+    Returns:
+        (rows, hidden) in the dtype of `gradient`, or `None` if the loss has no gradient.
+    """
+    if by is None:
+        return None
+    # (n, 1), because a number would be rounded to the gradient's dtype before the multiplication
+    weight = (torch.where(share, by, 0) if share.dtype == torch.bool else share * by)[:, None]
+    scaled = torch.mul(gradient, weight, out=torch.empty_like(gradient))
+    if picked is None:
+        return scaled
+    return scaled.new_zeros(rows, scaled.shape[1]).index_copy_(0, picked, scaled)

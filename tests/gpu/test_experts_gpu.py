@@ -19,7 +19,7 @@ from finetune.kernels import expert_ops as ops
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 from finetune.quantization import mxfp4_experts, stacked_experts
 from finetune.speed import fused_experts
-from finetune.speed.expert_gemms import Held, Routing, down, down_gradient, gate_up, gate_up_gradient
+from finetune.speed.expert_gemms import Routing, StackedWeight, down, down_gradient, gate_up, gate_up_gradient
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
 from finetune.speed.packing_isolation import prove_apart
@@ -135,8 +135,8 @@ def test_fp8_products_are_those_of_the_cpu(route: str, shape: tuple[int, int, in
         stored = stacked_experts.quantize(rounded(COUNT, outputs, inputs)[0], "fp8")
         scale = stored.dequantize_by.scale
         thin = rounded(COUNT, *((rank, inputs) if below else (outputs, rank)))[0] if rank else None
-        on_gpu = Held(thin, stored.detach(), scale, None, True)
-        on_cpu = Held(*(None if one is None else one.cpu() for one in on_gpu[:4]), True)
+        on_gpu = StackedWeight(thin, stored.detach(), scale, None, True)
+        on_cpu = StackedWeight(*(None if one is None else one.cpu() for one in on_gpu[:4]), True)
         forward, backward = (gate_up, gate_up_gradient) if below else (down, down_gradient)
         rows = tokens if below else tokens * each
         x = rounded(rows, inputs + (0 if below else rank))[0]

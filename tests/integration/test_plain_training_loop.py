@@ -17,8 +17,9 @@ from transformers import (
 )
 from transformers import Trainer as HfTrainer
 
+from finetune.data.loss_mask import IGNORED
 from finetune.recipe import loader
-from finetune.speed.chunked_cross_entropy import IGNORED, Head, token_loss
+from finetune.speed.chunked_cross_entropy import Head, token_loss
 from finetune.training import pipeline
 from support.paths import QUICKSTART
 from support.runs import metrics

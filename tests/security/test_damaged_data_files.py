@@ -36,7 +36,7 @@ for place in (*range(4, 60), *range(first, len(content))):  # a header of a page
             result = "" if count == int(sys.argv[4]) == readers.count_rows(path) else f"{count} rows"
         except UserError:
             result = ""
-        except Exception as error:
+        except Exception as error:  # what is looked for
             result = repr(error)
         print(result, flush=True)
 """

@@ -220,7 +220,7 @@ def test_launch_options_are_by_name() -> None:
 
 
 def test_set_rank_is_what_lm_eval_shares_out_by() -> None:
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs lm-eval")
     lm = object.__new__(huggingface.HFLM)
     upstream_private.set_rank(lm, 1, 2)
     assert (lm.rank, lm.world_size) == (1, 2)
@@ -370,7 +370,7 @@ def test_replace_own_buffers_leaves_those_of_files() -> None:
 
 
 def test_flash_attention_4_has_both_functions() -> None:
-    pytest.importorskip("flash_attn.cute")
+    pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
     assert all(map(callable, upstream_private.flash_attention_4()))
 
 

@@ -34,6 +34,7 @@ DECLARED = {
     "unknown": {"quant_method": "made_up"},
     "nameless": {"bits": 4},
 }
+UNREAD = {"model.norm.weight": torch.ones(256)}
 STAYS, DEQUANTIZED = ("nf4", "fp4", "int8"), ("fp8", "mxfp8", "mxfp4", "compressed fp8")
 
 
@@ -60,8 +61,28 @@ def verdict(ask, recipe) -> tuple[int, str]:
 @pytest.fixture
 def model(weightless: Path) -> Path:
     """A model whose weights are not read: one tensor stands for them."""
-    save_file({"model.norm.weight": torch.ones(256)}, weightless / "model.safetensors")
+    save_file(UNREAD, weightless / "model.safetensors")
     return weightless
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The weights of a model in each storage of bitsandbytes."""
+    folder = tmp_path_factory.mktemp("quantized")
+    return {
+        storage: quantized_checkpoints.bitsandbytes(MODEL, folder / storage, storage) / "model.safetensors"
+        for storage in STAYS
+    }
+
+
+def declare(model: Path, name: str, quantized: dict[str, Path]) -> None:
+    """Declare the quantization of a model. Only weights of bitsandbytes are read, so they are real."""
+    quantized_checkpoints.declare(model, **DECLARED[name])
+    (model / "model.safetensors").unlink()
+    if name in quantized:
+        shutil.copy(quantized[name], model / "model.safetensors")
+    else:
+        save_file(UNREAD, model / "model.safetensors")
 
 
 def recipe_of(folder: Path, *overrides: str):
@@ -71,9 +92,9 @@ def recipe_of(folder: Path, *overrides: str):
 @pytest.mark.parametrize("name", DECLARED)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_check_plan_and_train_give_one_verdict_on_a_quantized_checkpoint(
-    name: str, kind: str, model: Path
+    name: str, kind: str, model: Path, quantized: dict[str, Path]
 ) -> None:
-    quantized_checkpoints.declare(model, **DECLARED[name])
+    declare(model, name, quantized)
     recipe = recipe_of(model, f"adapter.type={kind}")
     quantizes = adapter_types.find(kind).storage != ""
     code, said = verdict(checker.check_without_examples, recipe)
@@ -122,9 +143,9 @@ def test_read_finds_the_declaration_wherever_transformers_does(model: Path) -> N
     ],
 )  # fmt: skip
 def test_check_asked_for_another_storage_than_the_checkpoint_names_both(
-    name: str, asked: str, accepted: bool, model: Path
+    name: str, asked: str, accepted: bool, model: Path, quantized: dict[str, Path]
 ) -> None:
-    quantized_checkpoints.declare(model, **DECLARED[name])
+    declare(model, name, quantized)
     recipe = recipe_of(model, f"model.quantization={asked}")
     code, said = verdict(checker.check_without_examples, recipe)
     assert verdict(choice_checks.setup_of, recipe) == (code, said)
@@ -143,20 +164,18 @@ def test_check_asked_for_another_storage_than_the_checkpoint_names_both(
     ],
 )  # fmt: skip
 def test_check_refuses_options_that_need_whole_weights_on_a_quantized_checkpoint(
-    override: str, key: str, model: Path
+    override: str, key: str, model: Path, quantized: dict[str, Path]
 ) -> None:
     shutil.copy(MODEL / "model.safetensors", model)
     recipe = recipe_of(model, *(override.split() if "loftq" in override else [override]))
     assert verdict(checker.check_without_examples, recipe)[0] == 0
-    (model / "model.safetensors").unlink()  # the plain weights, which are no weights in nf4
-    save_file({"model.norm.weight": torch.ones(256)}, model / "model.safetensors")
-    quantized_checkpoints.declare(model, **DECLARED["nf4"])
+    declare(model, "nf4", quantized)
     code, said = verdict(checker.check_without_examples, recipe)
     assert code == Exit.INPUT and f"{key}: the checkpoint is stored in nf4" in said, said
     assert verdict(choice_checks.setup_of, recipe) == (code, said)
 
 
-def test_advice_on_a_quantized_checkpoint_passes_check(model: Path) -> None:
+def test_advice_on_a_quantized_checkpoint_passes_check(model: Path, quantized: dict[str, Path]) -> None:
     """Each change that a message names is accepted in its place."""
     cases = [
         ("nf4", "adapter.type=full", "adapter.type=lora"),
@@ -165,7 +184,7 @@ def test_advice_on_a_quantized_checkpoint_passes_check(model: Path) -> None:
         ("nf4", "model.quantization=fp4", "model.quantization=auto"),
     ]
     for name, refused, advised in cases:
-        quantized_checkpoints.declare(model, **DECLARED[name])
+        declare(model, name, quantized)
         code, said = verdict(checker.check_without_examples, recipe_of(model, refused))
         assert code == Exit.INPUT and advised.replace("=", ": ") in said
         assert verdict(checker.check_without_examples, recipe_of(model, advised))[0] == 0

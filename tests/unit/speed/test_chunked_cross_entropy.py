@@ -462,11 +462,23 @@ def test_in_fp8_it_is_close_to_the_cross_entropy(share: float, weighted: bool, m
                 torch.equal(ours, wanted) if not share else (ours - wanted).norm() < allowed * wanted.norm()
             )
     with torch.no_grad():
-        values = [
-            chunked_cross_entropy.token_loss(hidden, Head(weight, fp8=fp8), labels).nll
-            for fp8 in (True, False)
-        ]
-    assert torch.equal(*values)  # type: ignore[arg-type] (both are tensors)
+        rounded, plain = (
+            chunked_cross_entropy.token_loss(hidden, Head(weight, fp8=fp8), labels) for fp8 in (True, False)
+        )
+    assert rounded.nll is not None and plain.nll is not None and torch.equal(rounded.nll, plain.nll)
+
+
+def test_in_fp8_no_gradient_of_a_head_is_lost() -> None:
+    hidden, labels = torch.ones(4, 32).bfloat16().requires_grad_(), torch.arange(4)
+    weight = torch.ones(64, 32).bfloat16()
+    heads = [
+        Head(torch.nn.Parameter(weight), fp8=True),
+        Head(weight, torch.zeros(64), fp8=True),
+        Head(weight, softcap=30.0, fp8=True),
+    ]
+    for head in heads:
+        with pytest.raises(ValueError, match="frozen output head without bias and softcap"):
+            chunked_cross_entropy.token_loss(hidden, head, labels)
 
 
 def test_a_head_that_fp8_does_not_serve_says_why() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from finetune.kernels import expert_ops
 from finetune.quantization import stacked_experts
-from finetune.speed.expert_gemms import Held, Routing, down, down_gradient, gate_up, gate_up_gradient
+from finetune.speed.expert_gemms import Routing, StackedWeight, down, down_gradient, gate_up, gate_up_gradient
 
 TOKENS, EACH, EXPERTS, HIDDEN, WIDTH = 150, 2, 5, 48, 32
 
@@ -29,7 +29,10 @@ def test_products_on_fp8_values_are_those_on_dequantized_values(rank: int, route
     for inputs, outputs, below in ((HIDDEN, 2 * WIDTH, True), (WIDTH, HIDDEN, False)):
         stored: Any = stacked_experts.quantize(torch.randn(EXPERTS, outputs, inputs), "fp8")
         thin = torch.randn(EXPERTS, *((rank, inputs) if below else (outputs, rank))) if rank else None
-        held = [Held(thin, stored.detach(), stored.dequantize_by.scale, None, fp8) for fp8 in (True, False)]
+        held = [
+            StackedWeight(thin, stored.detach(), stored.dequantize_by.scale, None, fp8)
+            for fp8 in (True, False)
+        ]
         forward, backward = (gate_up, gate_up_gradient) if below else (down, down_gradient)
         x = torch.randn(TOKENS if below else TOKENS * EACH, inputs + (0 if below else rank))
         ours, right = (forward(x, one, routing) for one in held)
@@ -52,7 +55,7 @@ def test_rows_of_powers_of_two_are_multiplied_exactly() -> None:
     stored: Any = stacked_experts.quantize(weight, "fp8")
     x = 2.0 ** torch.randint(-2, 3, (TOKENS, HIDDEN))
     x[:, 0] = 448.0
-    held = Held(None, stored.detach(), stored.dequantize_by.scale, None, True)
+    held = StackedWeight(None, stored.detach(), stored.dequantize_by.scale, None, True)
     ours = gate_up(x, held, routing)
     right = gate_up(x, held._replace(fp8=False), routing)
     assert torch.equal(ours, right)
