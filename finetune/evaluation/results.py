@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from finetune.data.examples import Example
 from finetune.data.preparation import HeldOut
-from finetune.evaluation import lm_eval_harness, paired_differences, tasks, validation_set, verdicts
+from finetune.evaluation import lm_eval_harness, paired_differences, tasks, validation_set
 from finetune.evaluation.scoring import Score
 from finetune.hub import client
 from finetune.recipe.schema import Eval, Recipe
@@ -71,7 +71,7 @@ def content(
         for row in result["worst"] if not settings.generate else ():
             del row["base"], row["tuned"]  # no answers were generated
     if before.general and after.general:
-        result["tasks"][verdicts.GENERAL] = _general(before.general, after.general, texts)
+        result["tasks"][tasks.GENERAL] = _general(before.general, after.general, texts)
     forgetting = {
         task.task
         for task in map(tasks.read, filter(tasks.is_file, settings.tasks))
@@ -211,7 +211,7 @@ def files_hashed(settings: Eval) -> dict[str, str]:
         rows = client.sha256(tasks.rows_file(task, name)) if task else ""
         found[task.task if task else name] = f"{digest[:32]}{rows[:32]}"
     if isinstance(settings.forgetting, str):
-        found[verdicts.GENERAL] = client.sha256(Path(settings.forgetting))
+        found[tasks.GENERAL] = client.sha256(Path(settings.forgetting))
     return found
 
 
@@ -258,7 +258,7 @@ def earlier_tasks(folder: RunFolder, name: str, now: dict[str, Any]) -> dict[str
     alike = all(was.get(key) == now["settings"][key] for key in keys)
     if not alike or not (same if strict else same is not False):
         return {}
-    gone = {*now["tasks"], verdicts.GENERAL}  # the general texts are evaluated each time, or are not wanted
+    gone = {*now["tasks"], tasks.GENERAL}  # the general texts are evaluated each time, or are not wanted
     return {name: _tested(task) for name, task in earlier.get("tasks", {}).items() if name not in gone}
 
 

@@ -31,11 +31,12 @@ from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.data import source_loading, template_sandbox
 from finetune.data.encoding import without_thinking
 from finetune.data.examples import BadRow
-from finetune.evaluation import limited_patterns, lm_eval_tasks, task_packages, verdicts
+from finetune.evaluation import limited_patterns, lm_eval_tasks, task_packages
 from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Eval, Section, Source
 
 SUFFIXES = (".yaml", ".yml")
+GENERAL = "general_text"  # task name in eval.json for the texts of `eval.forgetting`
 # For lm-eval's files: the names of a task, group or tag, the separators of names, and comments
 _NAMES_OF_TASKS = re.compile(
     r"^['\"]?(?:task|group|tag)['\"]?[ \t]*:[ \t]*(.*(?:\n[ \t]*[-#].*)*)", re.MULTILINE
@@ -483,7 +484,7 @@ def general_texts(settings: Eval) -> list[str]:
         return [json.loads(line)["text"] for line in lines]
     # a relative path would be tried next to the task file first
     rows = str(Path(settings.forgetting).absolute())
-    source = Task(task=verdicts.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
+    source = Task(task=GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
     try:
         return [row["prompt"] for row in documents(source, settings.forgetting)]
     except UserError as error:

@@ -12,9 +12,8 @@ import math
 from typing import Any, NamedTuple
 
 from finetune.core import formatting
-from finetune.evaluation import paired_differences
+from finetune.evaluation import paired_differences, tasks
 
-GENERAL = "general_text"  # task name in eval.json for the texts of `eval.forgetting`
 BETTER, WORSE = "better", "worse"
 NO_DIFFERENCE = "no significant difference"
 NEGLIGIBLE = "negligible difference"
@@ -97,7 +96,7 @@ def family(result: dict[str, Any]) -> list[Measure]:
 def titled(name: str) -> str:
     """Return the name of a task or measure for people: `loss on general text` for `general_text loss`."""
     task, _, metric = name.partition(" ")
-    if task != GENERAL:
+    if task != tasks.GENERAL:
         return name
     return f"{metric} on general text" if metric else "general text"
 

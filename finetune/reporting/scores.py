@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.core import formatting
 from finetune.core.formatting import figure, percent, points
 from finetune.evaluation import verdicts
+from finetune.evaluation.tasks import GENERAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,14 +147,14 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
     main = task.get("main")
     metrics = [key for key in base if key in tuned and not key.endswith("_stderr") and base[key] is not None]
     metrics.sort(key=lambda key: key != main)
-    what = "texts of eval.forgetting" if name == verdicts.GENERAL else "examples"
+    what = "texts of eval.forgetting" if name == GENERAL else "examples"
     rows = f"{task['rows']:,} {what}" if task.get("rows") else ""
     better = task.get("higher_is_better") or {}
     found = []
     for key in metrics:
         way = "" if key not in better else "higher is better" if better[key] else "lower is better"
         note = ", ".join(part for part in (rows, way) if part)
-        title = verdicts.titled(f"{name} {key}") if name == verdicts.GENERAL else f"{name}: {key}"
+        title = verdicts.titled(f"{name} {key}") if name == GENERAL else f"{name}: {key}"
         sides = Sides(base, tuned, change.get(key), forgetting=bool(task.get("forgetting")))
         found.append(_row(title, key, sides, note))
     return found

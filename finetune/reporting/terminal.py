@@ -9,7 +9,7 @@ from finetune.autoconfig.batch_size import few_steps, short_of_peak
 from finetune.core import formatting
 from finetune.core.command_lines import command
 from finetune.core.formatting import is_share
-from finetune.evaluation import verdicts
+from finetune.evaluation import tasks, verdicts
 from finetune.recipe import adapter_types
 from finetune.reporting import scores
 from finetune.run_folder import run_folder
@@ -118,7 +118,7 @@ def show_scores(screen: Console, result: dict[str, Any], overlap: str = "") -> N
     if rows:
         columns = ("measure", "base model", "fine-tuned", "change (95% CI)", "verdict")
         screen.table("result", columns, rows, wide=("verdict",))
-        general = verdicts.GENERAL_LEGEND if verdicts.GENERAL in result["tasks"] else ""
+        general = verdicts.GENERAL_LEGEND if tasks.GENERAL in result["tasks"] else ""
         _say_wrapped(screen, " ".join(filter(None, [verdicts.LEGEND, overlap, general])))
     screen.say(verdicts.title(result["verdict"]), style="bold")
     _say_wrapped(screen, result["verdict"]["why"])

@@ -88,7 +88,7 @@ def test_check_imports_nothing_large() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "finetune", "check", str(QUICKSTART)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "pydantic" in imported and not imported & {"torch", "transformers", "datasets", "pyarrow"}
+    assert "pydantic" in imported and not imported & {"torch", "transformers", "datasets", "pyarrow", "scipy"}
 
 
 def test_overrides_may_follow_options() -> None:
