@@ -31,13 +31,14 @@ STEPS = 1000  # steps of AdaLoRA's schedule if the recipe does not set `train.ma
 
 
 def is_needed(recipe: Recipe) -> bool:
-    """Return whether the adapter has a type or an option that finetune does not check itself."""
+    """Return whether the adapter has a type or an option that finetune does not check itself.
+
+    A local adapter to continue from has tensors, which PEFT compares with the model.
+    """
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
-    if (
-        not kind.peft
-        or recipe.adapter.source
-        or options.get("init_lora_weights") in adapter_types.PREPARED_INITS
-    ):
+    if recipe.adapter.source:
+        return Path(recipe.adapter.source).exists()
+    if not kind.peft or options.get("init_lora_weights") in adapter_types.PREPARED_INITS:
         return False
     unset = any(value is None and key.endswith("_pattern") for key, value in options.items())
     other_norms = kind.peft == "ln_tuning" and options.get("target_modules") is not None
@@ -66,7 +67,11 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
             added = _add_rows(model, recipe.model)
             inputs = meta_forward.inputs(model)
             adapted = attach.attach(model, recipe.adapter, steps, RunChecks(), added=added)
-            return gradient_probe.problems_on_meta(adapted, recipe.adapter, inputs) if inputs else []
+            if (
+                recipe.adapter.source or not inputs
+            ):  # `check_layout` finds what would not train of a saved adapter
+                return []
+            return gradient_probe.problems_on_meta(adapted, recipe.adapter, inputs)
     except UserError as error:
         return None if gradient_probe.needs_values(error.__cause__) else list(error.problems)
     except (RuntimeError, TypeError) as error:  # a check of the adapter has read a value

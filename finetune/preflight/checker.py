@@ -165,8 +165,8 @@ def _trial(recipe: Recipe) -> list[str]:
     if problems:
         raise UserError(*problems)
     if problems is None:
-        return ["adapter: PEFT checks these options only on real weights, so only the run can check them"]
-    return ["adapter: PEFT accepts these options on the model without weights"]
+        return ["adapter: PEFT checks the adapter only on real weights, so only the run can check it"]
+    return ["adapter: PEFT accepts the adapter on the model without weights"]
 
 
 def _machine(recipe: Recipe) -> list[str]:

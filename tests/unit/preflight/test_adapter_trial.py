@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 
 from finetune.adapters import attach
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
-from finetune.models import loading
+from finetune.models import loading, module_lists
 from finetune.preflight import adapter_trial, checker, choice_checks
 from finetune.recipe import loader
-from support.paths import QUICKSTART
+from support.paths import MODEL, QUICKSTART
 
 # An option that makes a trial necessary
 TRIED = ["adapter.layers_pattern=layers", "adapter.layers_to_transform=[0]"]
@@ -46,3 +50,45 @@ def test_rows_of_added_tokens_can_train(token: int, refused: bool, tried: list[s
     model = loading.load(recipe.model, choice_checks.setup_of(recipe), "cpu")
     with pytest.raises(UserError) if refused else contextlib.nullcontext():
         attach.attach(model, recipe.adapter, 20, RunChecks(), added=[4096, 4097])
+
+
+Tensors = dict[str, torch.Tensor]
+Q_PROJ = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"
+DAMAGES: dict[str, Callable[[Tensors], Tensors]] = {
+    "lacks": lambda tensors: {name: one for name, one in tensors.items() if name != Q_PROJ.format(0)},
+    "tensors that the adapter lacks": lambda tensors: {**tensors, Q_PROJ.format(99): torch.ones(2, 2)},
+    "does not fit": lambda tensors: {**tensors, Q_PROJ.format(0): torch.ones(2, 5)},
+    "NaN or Inf": lambda tensors: {
+        **tensors,
+        Q_PROJ.format(0): torch.full_like(tensors[Q_PROJ.format(0)], torch.nan),
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.parametrize("refused", [None, *DAMAGES])
+def test_tensors_of_an_adapter_to_continue_from_are_compared_with_the_model(
+    refused: str | None, tmp_path: Path
+) -> None:
+    with torch.device("meta"):
+        base = module_lists.build_without_weights(MODEL)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    tensors = {
+        name.replace(".default", ""): torch.ones(parameter.shape)
+        for name, parameter in adapted.named_parameters()
+        if "lora_" in name
+    }
+    adapted.peft_config["default"].base_model_name_or_path = str(MODEL)
+    adapted.peft_config["default"].save_pretrained(str(tmp_path))
+    save_file(DAMAGES[refused](tensors) if refused else tensors, tmp_path / "adapter_model.safetensors")
+    keys = ["adapter.r=2", "adapter.lora_alpha=8", "adapter.target_modules=[q_proj]"]
+    recipe = loader.load(QUICKSTART, [*keys, f"adapter.init_from={tmp_path}", f"model.name={MODEL}"])
+    if refused is None:
+        assert "PEFT accepts" in "\n".join(checker.check(recipe))
+        return
+    with pytest.raises(UserError, match=refused) as of_check:
+        checker.check(recipe)
+    model = loading.load(recipe.model, choice_checks.setup_of(recipe), "cpu")
+    with pytest.raises(UserError, match=refused) as of_train:
+        attach.attach(model, recipe.adapter, 20, RunChecks())
+    assert str(of_check.value) == str(of_train.value)
