@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from finetune.autoconfig import loss_support, memory_estimate
 from finetune.autoconfig.batch_size import with_micro_batch
-from finetune.core import run_checks
 from finetune.distributed import transformer_engine_layers
 from finetune.preflight import allowed_changes
 from finetune.speed import live_model_spec, static_shapes
@@ -22,9 +20,8 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.autoconfig.batch_size import Batch
-    from finetune.core.run_checks import Choice
     from finetune.recipe.schema import Data
-    from finetune.training.run_context import RunContext
+    from finetune.training.run_context import RunContext, RunData, StepPlan
 
 
 def settle_batch(run: RunContext, batch: Batch, arguments: SFTConfig) -> Batch:
@@ -45,37 +42,34 @@ def put_in_arguments(batch: Batch, arguments: SFTConfig) -> None:
 
 
 def search_batch(
-    run: RunContext,
-    adapted: PreTrainedModel | PeftModel,
-    batch: Batch,
-    fast: dict[str, run_checks.Choice],
-    rows: batch_search.SearchData,
+    run: RunContext, data: RunData, adapted: PreTrainedModel | PeftModel, plan: StepPlan
 ) -> Batch:
     """Return the largest micro-batch size that fits, or the size of the checkpoint's run."""
     if run.checkpoint:
-        return batch_search.as_before(batch, run.checkpoint.contract)
-    loss = fast["speed.loss"].value
-    compiled = fast["speed.compile"].value == "on" if loss in loss_support.CHUNKED else None
+        return batch_search.as_before(plan.batch, run.checkpoint.contract)
+    loss = plan.choices["speed.loss"].value
+    compiled = plan.is_on("speed.compile") if loss in loss_support.CHUNKED else None
     state = step_work.optimizer_bytes_per_parameter(run.recipe, run.setup)
     step = batch_search.StepKind(compiled, state, fp8=loss == "chunked_fp8")
+    pad_token = cast("int", data.tokenizer.pad_token_id)
+    rows = batch_search.SearchData(data.prepared.train, run.recipe.data, pad_token)
     with run.setup.autocast():
-        return batch_search.search(adapted, rows, batch, step, run.checks)
+        return batch_search.search(adapted, rows, plan.batch, step, run.checks)
 
 
-def corrector(
-    run: RunContext, adapted: nn.Module, batch: Batch, fast: dict[str, run_checks.Choice]
-) -> auto_correction.Corrector | None:
+def corrector(run: RunContext, adapted: nn.Module, plan: StepPlan) -> auto_correction.Corrector | None:
     """Return the correction for a first step that runs out of memory; `None` if no `auto` can use less."""
     layers = live_model_spec.decoder_layers(adapted)
-    level = fast[auto_correction.CHECKPOINTING].value
+    level = plan.choices[auto_correction.CHECKPOINTING].value
+    share = memory_estimate.offloaded_share(plan.choices["speed.offload"].value, max(1, len(layers)))
     allowed = partial(allowed_changes.allows, run.recipe, run.setup)
     change = auto_correction.next_change(
         run.recipe,
         level if layers and not transformer_engine_layers.used() else "full",
-        batch,
+        plan.batch,
         allowed,
         fused_mlps=bool(layers) and all(map(live_model_spec.fused_mlps, layers)),
-        offloads=bool(memory_estimate.offloaded_share(fast["speed.offload"].value, max(1, len(layers)))),
+        offloads=bool(share),
     )
     alone = run.setup.launch.processes == 1
     if change is None or not (alone or run.correction.restarts):
@@ -84,50 +78,36 @@ def corrector(
     return auto_correction.Corrector(following, run.console, alone=alone)
 
 
-def micro_batches(
-    run: RunContext, batch: Batch, fast: dict[str, run_checks.Choice]
-) -> oom_recovery.MicroBatches:
+def micro_batches(run: RunContext, plan: StepPlan) -> oom_recovery.MicroBatches:
     """Return the micro-batches of the run, with the texts for an out-of-memory error."""
-    recipe, setup = run.recipe, run.setup
+    recipe, setup, per_device = run.recipe, run.setup, plan.batch.per_device
     allowed = partial(allowed_changes.allows, recipe, setup)
-    graphs = fast["CUDA graphs"].value == "on"
-    level = {"activation_checkpointing": fast["speed.activation_checkpointing"].value}
+    level = {"activation_checkpointing": plan.choices["speed.activation_checkpointing"].value}
     settings = (
         recipe.speed.model_copy(update=level),
         recipe.model.quantization,
         recipe.adapter.type,
         recipe.data.max_length,
     )
-    less = oom_recovery.fixes(*settings, allowed, graphs=graphs)
-    tell = partial(oom_recovery.tell, batch.per_device, run.console, run.checks)
+    less = oom_recovery.fixes(*settings, allowed, graphs=plan.is_on("CUDA graphs"))
+    tell = partial(oom_recovery.tell, per_device, run.console, run.checks)
     length = recipe.data.max_length // setup.launch.sharing
     needs = partial(
-        oom_recovery.needed, length, setup, fast, step_work.optimizer_bytes_per_parameter(recipe, setup)
+        oom_recovery.needed,
+        length,
+        setup,
+        plan.choices,
+        step_work.optimizer_bytes_per_parameter(recipe, setup),
     )
-    return oom_recovery.MicroBatches(batch.per_device, less, tell, needs)
+    return oom_recovery.MicroBatches(per_device, less, tell, needs)
 
 
-def fixed_shape(
-    data: Data, dataset: Dataset, batch: Batch, fast: dict[str, run_checks.Choice]
-) -> tuple[int, int, int] | None:
+def fixed_shape(data: Data, dataset: Dataset, plan: StepPlan) -> tuple[int, int, int] | None:
     """Tokens, documents and longest document that each flattened batch is filled up to.
 
     Compiled code and TransformerEngine want one shape. `None`: batches keep their own shapes.
     """
-    needed = fast["speed.compile"].value == "on" or transformer_engine_layers.used()
+    needed = plan.is_on("speed.compile") or transformer_engine_layers.used()
     if data.streaming or not (data.packing or data.padding_free) or not needed:
         return None
-    return static_shapes.one_shape(batch.per_device, dataset["where"], data.max_length)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """How a run makes its steps."""
-
-    steps: int
-    batch: Batch
-    choices: dict[str, Choice]
-    """The choices for `speed:`, by option."""
-    flops_per_token: float
-    contract: dict[str, Any]
-    """What must be the same when a checkpoint of this run is resumed."""
+    return static_shapes.one_shape(plan.batch.per_device, dataset["where"], data.max_length)

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,10 +13,9 @@ from peft import PeftModel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from finetune.autoconfig.machine_setup import Setup
 from finetune.core import upstream_private
 from finetune.core.errors import Exit
-from finetune.core.run_checks import Choice, RunChecks
+from finetune.core.run_checks import RunChecks
 from finetune.data.loss_mask import IGNORED, WEIGHTS
 from finetune.distributed import collectives
 from finetune.kernels import kernel_limits
@@ -25,24 +23,7 @@ from finetune.quantization import fp8_loading, qat
 from finetune.speed import activation_offload, live_model_spec, lm_head_loss, loss_weights
 from finetune.training import optimizers
 from finetune.training.oom_recovery import MicroBatches
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The decisions of a run that its first step must show."""
-
-    steps: int
-    batch: int
-    """Sequences of an optimizer step."""
-    loss: lm_head_loss.HeadLoss
-    optimizer: optimizers.OptimizerChoice
-    micro_batches: MicroBatches
-    compiled: Choice | None = None
-    graphs: Choice | None = None
-
-    @property
-    def has_graphs(self) -> bool:
-        return self.graphs is not None and self.graphs.value == "on"
+from finetune.training.run_context import RunContext, StepPlan
 
 
 class FirstStep(TrainerCallback):
@@ -53,8 +34,16 @@ class FirstStep(TrainerCallback):
     rounding: qat.Watch | None = None
     offloaded: activation_offload.Activations | None = None
 
-    def __init__(self, checks: RunChecks, setup: Setup, planned: Planned) -> None:
-        self.checks, self.planned = checks, planned
+    def __init__(
+        self,
+        run: RunContext,
+        plan: StepPlan,
+        loss: lm_head_loss.HeadLoss,
+        optimizer: optimizers.OptimizerChoice,
+        planned_batches: MicroBatches,
+    ) -> None:
+        setup, self.checks, self.plan = run.setup, run.checks, plan
+        self.loss, self.optimizer, self.planned_batches = loss, optimizer, planned_batches
         self.compiled_graphs = 0
         self.processes = setup.launch.data_parallel_size
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
@@ -128,16 +117,16 @@ class FirstStep(TrainerCallback):
         self._check_batch(state, kwargs["train_dataloader"])
         self._check_labels()
         self._check_operations(kwargs["model"])
-        self.planned.loss.add_run_check(sorted(self.operations), self.micro_batches, self.checks)
+        self.loss.add_run_check(sorted(self.operations), self.micro_batches, self.checks)
         if self.rounding:
             self.rounding.add_run_check(self.checks)
         if self.offloaded:
             self.offloaded.add_run_check(self.micro_batches, self.checks)
         # the value, because str() of transformers' enum differs
         optim = getattr(args.optim, "value", args.optim)
-        optimizers.add_run_check(kwargs["optimizer"], optim, self.planned.optimizer.kind, self.checks)
-        if self.planned.compiled and self.planned.compiled.value == "on":
-            self._check_compilation(explicit=self.planned.compiled.reason == "asked for")
+        optimizers.add_run_check(kwargs["optimizer"], optim, self.optimizer.kind, self.checks)
+        if self.plan.is_on("speed.compile"):
+            self._check_compilation(explicit=self.plan.choices["speed.compile"].reason == "asked for")
         self.checks.check()
 
     def _check_batch(self, state: TrainerState, loader: DataLoader[Any]) -> None:
@@ -145,10 +134,10 @@ class FirstStep(TrainerCallback):
         rows = self.rows * self.processes
         if self.flat:  # a flattened batch is one row, but the loader knows its number of sequences
             micro_batch = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1
-            loaded = len(self.planned.micro_batches.kept[state.global_step])  # each may be divided
+            loaded = len(self.planned_batches.kept[state.global_step])  # each may be divided
             rows = loaded * micro_batch * self.processes
         # A run may resume before the last step of an epoch, which has the remaining sequences.
-        batch, ends_epoch = self.planned.batch, self.first > 1 and float(state.epoch or 0).is_integer()
+        batch, ends_epoch = self.plan.batch.effective, self.first > 1 and float(state.epoch or 0).is_integer()
         self.checks.add(
             "train.effective_batch_size",
             expected=batch,
@@ -158,7 +147,7 @@ class FirstStep(TrainerCallback):
         )
         self.checks.add(
             "steps planned",
-            expected=self.planned.steps,
+            expected=self.plan.steps,
             actual=state.max_steps,
             how="the Trainer's own count, before training",
         )
@@ -222,7 +211,7 @@ class FirstStep(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is loaded again
-        if self.planned.has_graphs:
+        if self.plan.is_on("CUDA graphs"):
             add_run_check(self.checks, len(live_model_spec.decoder_layers(kwargs["model"])))
         if self.compiled_graphs:
             graphs = upstream_private.compile_counters()["stats"]["unique_graphs"] - self.compiled_graphs

@@ -13,27 +13,21 @@ from finetune.quantization import qat
 from finetune.speed import fused_experts
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.training.run_context import RunContext
+    from finetune.training.run_context import RunContext, RunData
 
 
-def adapted_model(
-    run: RunContext, arguments: SFTConfig, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, steps: int
-) -> Any:
+def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:
     """Load the base model in its quantization, and attach the adapter."""
     recipe, setup, checks = run.recipe, run.setup, run.checks
-    base = loading.load(recipe.model, setup, str(arguments.device), checks)
+    base = loading.load(recipe.model, setup, str(data.arguments.device), checks)
     names = module_names.of_model(base)
     storage, kind = setup.storage.value, recipe.adapter.type
     if problems := adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind):
         raise UserError(*problems)
-    router_loss.check(base.config, arguments.router_aux_loss_coef)
+    router_loss.check(base.config, data.arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, checks)
-    batches = partial(initialization.calibration, dataset, base.device)
-    added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
+    batches = partial(initialization.calibration, data.prepared.train, base.device)
+    added = tokenizer_setup.added_tokens(recipe.model, data.tokenizer)
     with stage("attached the adapter", "adapter.type"):
         adapted = attach.attach(base, recipe.adapter, steps, checks, batches, added)
         fused_experts.install_quantized(adapted)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import set_seed
@@ -47,7 +47,6 @@ from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import apply_to_model
 from finetune.training import (
     auto_correction,
-    batch_search,
     batch_setup,
     checkpoint_room,
     launch_checks,
@@ -66,7 +65,7 @@ from finetune.training import (
 )
 from finetune.training.auto_correction import Correction, StartAgain
 from finetune.training.eval_callback import Validate
-from finetune.training.run_context import RunContext, RunData, recording
+from finetune.training.run_context import RunContext, RunData, StepPlan, recording
 from finetune.training.saving import save
 from finetune.training.stop_condition import Until
 from finetune.training.stopping import Stop
@@ -77,7 +76,29 @@ from finetune.training.trainer_setup import build
 Verbosity = Literal["quiet", "normal", "verbose"]
 
 
+_RUNNING = threading.Lock()
+
+
+@contextlib.contextmanager
+def only_run() -> Iterator[None]:
+    """Refuse a second run in this process (exit 2), because a run sets the random state and the compiler."""
+    if not _RUNNING.acquire(blocking=False):
+        raise UserError(
+            Problem(
+                "this process already trains a run",
+                why="a run sets the random state of the whole process",
+                fix="wait until it ends, or start the second run in another process",
+                code="run-folder",
+            )
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
+
+
 @scoring.memory_errors()
+@only_run()
 def run(
     recipe: Recipe,
     *,
@@ -103,40 +124,9 @@ def run(
             not verify, and 5 for training.
         Stopped: told to end, by a signal or `until`.
     """
-    with only_run():
-        return _claim_and_run(recipe, _RunOptions(resumes, verbosity, callbacks), until, command=command)
-
-
-_RUNNING = threading.Lock()
-
-
-@contextlib.contextmanager
-def only_run() -> Iterator[None]:
-    """Refuse a second run in this process (exit 2), because a run sets the random state and the compiler."""
-    if not _RUNNING.acquire(blocking=False):
-        raise UserError(
-            Problem(
-                "this process already trains a run",
-                why="a run sets the random state of the whole process",
-                fix="wait until it ends, or start the second run in another process",
-                code="run-folder",
-            )
-        )
-    try:
-        yield
-    finally:
-        _RUNNING.release()
-
-
-def _claim_and_run(
-    recipe: Recipe, requested: _RunOptions, until: Until | None, *, command: bool
-) -> RunFolder:
-    """Lock the run folder, and run again with stronger settings while the first step runs out of memory."""
-    resumes, verbosity = requested.resumes, requested.verbosity
     correction = auto_correction.from_environment() if command else auto_correction.NONE
     where = correction.folder or recipe.train.output_dir
-    if os.environ.get("RANK", "0") != "0":
-        verbosity = "quiet"
+    verbosity = "quiet" if os.environ.get("RANK", "0") != "0" else verbosity
     correction = correction._replace(restarts=command and restart_together.possible())
     if not correction.folder and resume.check_folder(where, resumes, recipe.model_dump(mode="json")):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # another process may not be finished, and would wait
@@ -145,13 +135,15 @@ def _claim_and_run(
         Console(quiet=verbosity == "quiet").say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
-    requested = replace(requested, verbosity=verbosity)
-    claimed = lock.claimed(where, recipe.origin.path.stem)
+    requested, claimed = (
+        _RunOptions(resumes, verbosity, callbacks),
+        lock.claimed(where, recipe.origin.path.stem),
+    )
     with stopping.Stop(until).listening() as stop:
         try:
             with claimed as where, upstream_private.compile_settings():
                 recipe = choice_checks.pinned(recipe)
-                while True:
+                while True:  # with stronger settings while the first step runs out of memory
                     try:
                         return _run(recipe, where, stop, requested, correction)
                     except StartAgain as again:
@@ -185,9 +177,9 @@ def _run(
     recipe: Recipe, where: str | None, stop: Stop, requested: _RunOptions, correction: Correction
 ) -> RunFolder:
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
-    run, data = _begin(recipe, where, requested, correction)
+    run, data, plan = _begin(recipe, where, requested, correction)
     with progress.phase(run.console, "loading the model"):
-        adapted, plan = _load(run, data, where)
+        adapted, plan = _load(run, data, plan, where)
     is_repeated = run.checkpoint is not None or bool(correction.changes)
     with (
         recording(run.console, run.checks, run.folder, run.setup, again=is_repeated),
@@ -207,7 +199,7 @@ def _run(
 
 def _begin(
     recipe: Recipe, where: str | None, requested: _RunOptions, correction: Correction
-) -> tuple[RunContext, RunData]:
+) -> tuple[RunContext, RunData, StepPlan]:
     """Join the processes, prepare the data and find the checkpoint to resume.
 
     `start_checks.check_start` does the same checks for `--dry-run`, without a run folder.
@@ -231,41 +223,37 @@ def _begin(
     stopping.check(recipe.train, requested.resumes, setup.launch.keeper)
     checkpoint = collectives.from_main(lambda: resume.find(folder, requested.resumes))  # and verifies it
     run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
+    data = RunData(tokenizer, prepared, arguments)
     batch = batch_setup.settle_batch(run, batch, arguments)
-    length = start_checks.count_steps(recipe.train, shards, batch, prepared, arguments)
-    contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
-    if checkpoint:
-        checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
-    return run, RunData(tokenizer, prepared, arguments, *length, contract)
+    steps = start_checks.count_steps(recipe.train, shards, batch, prepared, arguments)
+    contract = resume_facts.contract_of(recipe, setup, data, batch, steps, checkpoint)
+    return run, data, StepPlan(batch, steps, contract)
 
 
-def _load(run: RunContext, data: RunData, where: str | None) -> tuple[Any, batch_setup.StepPlan]:
+def _load(run: RunContext, data: RunData, plan: StepPlan, where: str | None) -> tuple[Any, StepPlan]:
     """Load the model, attach the adapter, apply the speed options, and find the micro-batch size.
 
     Args:
         where: the run folder that rank 0 has locked; `train.output_dir` on the other ranks.
     """
-    recipe, setup, train = run.recipe, run.setup, data.prepared.train
-    batch, steps = data.batch, data.steps
-    adapted = model_setup.adapted_model(run, data.arguments, train, data.tokenizer, steps)
+    recipe, setup, report = run.recipe, run.setup, data.prepared.report["train"]
+    adapted = model_setup.adapted_model(run, data, plan.steps)
     flops = apply_to_model.flops_per_token(adapted)
-    most, whole = step_work.tokens_of(recipe.data, setup.launch.sharing, batch, data.prepared.report["train"])
-    work = step_work.work_of(adapted, recipe, setup, most, flops * whole * steps)
+    most, whole = step_work.tokens_of(recipe.data, setup.launch.sharing, plan.batch, report)
+    work = step_work.work_of(adapted, recipe, setup, most, flops * whole * plan.steps)
     with stage("tried the speed options on the model", "speed"):
-        fast = speed_setup.make_fast(run, adapted, data.arguments, work)
+        choices = speed_setup.make_fast(run, adapted, data.arguments, work)
     checkpoint_room.check_space(adapted, recipe, setup.launch, where)
     base = resume_facts.frozen_fingerprint(adapted, run.checkpoint, run.checks)
+    contract = {**plan.contract, "base": base}
+    plan = replace(plan, choices=choices, flops_per_token=flops, contract=contract)
     if recipe.train.per_device_train_batch_size == "auto" and not run.correction.micro_batch:
-        shown = batch_search.SearchData(train, recipe.data, cast("int", data.tokenizer.pad_token_id))
-        batch = batch_setup.search_batch(run, adapted, batch, fast, shown)
-        batch_setup.put_in_arguments(batch, data.arguments)
-    contract = {**data.contract, "base": base}
-    return adapted, batch_setup.StepPlan(steps, batch, fast, flops, contract)
+        plan = replace(plan, batch=batch_setup.search_batch(run, data, adapted, plan))
+        batch_setup.put_in_arguments(plan.batch, data.arguments)
+    return adapted, plan
 
 
-def _write_start(
-    run: RunContext, data: RunData, adapted: Any, plan: batch_setup.StepPlan
-) -> batch_setup.StepPlan:
+def _write_start(run: RunContext, data: RunData, adapted: Any, plan: StepPlan) -> StepPlan:
     """Print the plan of the run, and write its settings into the run folder.
 
     If the initialization of the adapter changed the base model, the initial adapter is written, too.
@@ -274,10 +262,9 @@ def _write_start(
         `plan` with the run's choices in the contract of its checkpoints.
     """
     recipe, setup, folder, reports = run.recipe, run.setup, run.folder, data.prepared.report
-    choices = resolved_recipe.choices(run, plan.batch, plan.steps, adapted, plan.choices)
+    choices = resolved_recipe.choices(run, plan, adapted)
     run.correction.add_run_checks(run.checks)
-    contract = resume_contract.with_choices(plan.contract, choices)
-    plan = replace(plan, contract=contract)
+    plan = replace(plan, contract=resume_contract.with_choices(plan.contract, choices))
     if not setup.launch.main:
         return plan
     resolved_recipe.write_start(run, choices, reports, adapted, data.arguments)
@@ -288,7 +275,7 @@ def _write_start(
     safe_files.make_folder(folder.path, "checkpoints/.staging")
     with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
         initialization.save_initial(adapted, private)
-    resume.begin(folder, run.checkpoint, contract, run.console)
+    resume.begin(folder, run.checkpoint, plan.contract, run.console)
     return plan
 
 
@@ -312,7 +299,7 @@ def _train(
         training_data.add_stream_check(data.prepared, run.console, run.checks)
         live = verify_saved.remember(adapted, data.prepared.train, setup)
         save(adapted, data.tokenizer, folder, folder.staging / "initial", run.console)
-    verify_saved.add_file_checks(folder, live, data.steps, run.checks)
+    verify_saved.add_file_checks(folder, live, trainer.first_step.plan.steps, run.checks)
     trainer.accelerator.free_memory()
     return live
 

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, TrainingArguments
 
-    from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.launch_settings import Launch
     from finetune.core.run_checks import Choice
     from finetune.data.audit import Report
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe
-    from finetune.training.run_context import RunContext
+    from finetune.training.run_context import RunContext, StepPlan
 
 
 def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
@@ -59,11 +58,10 @@ def _git() -> dict[str, Any] | None:
     return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
 
 
-def choices(
-    run: RunContext, batch: Batch, steps: int, adapted: PreTrainedModel | PeftModel, fast: dict[str, Choice]
-) -> run_folder.Choices:
+def choices(run: RunContext, plan: StepPlan, adapted: PreTrainedModel | PeftModel) -> run_folder.Choices:
     """Return every value that the recipe does not set, with who set it and why."""
     recipe, setup, correction = run.recipe, run.setup, run.correction
+    batch, fast = plan.batch, plan.choices
     launch, set_by = setup.launch, recipe.origin.set_by
     derived = peft_configs.derived(adapted, recipe.adapter)
     epochs = recipe.train.num_train_epochs or 3.0
@@ -123,7 +121,7 @@ def choices(
             batch.accumulation,
             f"default: {batch.effective} / ({batch.per_device} x {processes})",
         ),
-        "train.steps": (steps, how),
+        "train.steps": (plan.steps, how),
         "train.precision": (
             formatting.precision(launch.precision),
             f"{launch.precision_by}: {launch.precision_reason}",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from trl.trainer.sft_config import SFTConfig
+from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import initialization, trainable_parameters
-from finetune.autoconfig.batch_size import Batch
 from finetune.checkpointing import resume_contract, training_state
 from finetune.distributed import collectives, launch_environment
 from finetune.models import fingerprint
@@ -15,13 +12,13 @@ from finetune.training import resolved_recipe
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedTokenizerBase
 
+    from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.machine_setup import Setup
     from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.core.run_checks import RunChecks
-    from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
+    from finetune.training.run_context import RunData
 
 
 SPLIT = ("per_device", "accumulation")  # parts of the batch that the machine may decide
@@ -49,42 +46,41 @@ def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     return rank_facts | {"data.template_date": str(recipe.data.template_date)}
 
 
-class RunLength(NamedTuple):
-    """The batch of a run, and its number of optimizer steps."""
-
-    batch: Batch
-    steps: int
-
-
 def contract_of(
     recipe: Recipe,
     setup: Setup,
-    length: RunLength,
-    tokenizer: PreTrainedTokenizerBase,
-    prepared: Prepared,
-    arguments: SFTConfig,
+    data: RunData,
+    batch: Batch,
+    steps: int,
+    checkpoint: VerifiedCheckpoint | None,
 ) -> dict[str, Any]:
-    """Return the facts that a resumed run must share with the checkpoint's run, and ranks with each other."""
+    """Return the facts that a resumed run must share with the checkpoint's run, and ranks with each other.
+
+    Allowed differences from `checkpoint` become its notes.
+
+    Raises:
+        UserError: a fact differs from the checkpoint's run (exit 4), or between ranks.
+    """
+    reports = data.prepared.report
     counts = {
-        "steps": length.steps,
-        "rows": prepared.report["train"].kept,
-        **length.batch._asdict(),
-        "data: token ids": prepared.report["train"].token_ids,
-        "validation: token ids": prepared.report["validation"].token_ids,
+        "steps": steps,
+        "rows": reports["train"].kept,
+        **batch._asdict(),
+        "data: token ids": reports["train"].token_ids,
+        "validation: token ids": reports["validation"].token_ids,
     }
     if recipe.train.per_device_train_batch_size == "auto":  # the chosen size is among the choices
         counts = {name: value for name, value in counts.items() if name not in SPLIT}
-    if (
-        recipe.data.streaming
-    ):  # each worker reads its own shards, so the number of workers decides the order of examples
-        workers = collectives.gathered(
-            arguments.dataloader_num_workers
-        )  # the number depends on the machine's cores
+    if recipe.data.streaming:  # each worker reads its own shards, so their number decides the order
+        # The number depends on the machine's cores
+        workers = collectives.gathered(data.arguments.dataloader_num_workers)
         counts["train.dataloader_num_workers"] = workers[0] if len({*workers}) == 1 else workers
     contract = resume_contract.contract(
-        recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content
+        recipe.model_dump(mode="json"), setup, counts, data.tokenizer, data.prepared.content
     )
     collectives.agree({name: str(fact) for name, fact in contract["facts"].items() if name != "hardware"})
+    if checkpoint:
+        checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
     return contract
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.machine_setup import Setup
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from finetune.autoconfig.batch_size import Batch
     from finetune.checkpointing.checkpoints import VerifiedCheckpoint
+    from finetune.core.run_checks import Choice
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
     from finetune.training.auto_correction import Correction
@@ -46,16 +47,28 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and how it is divided into optimizer steps."""
+    """The data of a run, and TRL's arguments for training on it."""
 
     tokenizer: PreTrainedTokenizerBase
     prepared: Prepared
     arguments: SFTConfig
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How a run makes its optimizer steps. The choices are known once the model is loaded."""
+
     batch: Batch
     steps: int
-    """Optimizer steps of the run."""
     contract: dict[str, Any]
     """What must be the same when a checkpoint of this run is resumed."""
+    choices: dict[str, Choice] = field(default_factory=dict)
+    """The choices for `speed:`, by option."""
+    flops_per_token: float = 0.0
+
+    def is_on(self, option: str) -> bool:
+        """Return whether an option such as `speed.compile` is chosen."""
+        return option in self.choices and self.choices[option].value == "on"
 
 
 @contextlib.contextmanager

@@ -8,13 +8,14 @@ from trl.trainer.sft_config import SFTConfig
 
 from finetune.autoconfig import batch_size
 from finetune.autoconfig.batch_size import Batch
-from finetune.checkpointing import resume, resume_contract
+from finetune.checkpointing import resume
 from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.data.preparation import Prepared
 from finetune.evaluation import lm_eval_harness, tasks
 from finetune.preflight import choice_checks, token_checks
 from finetune.recipe.schema import Recipe, Train
 from finetune.training import load_data, optimizers, resume_facts, stopping, training_arguments
+from finetune.training.run_context import RunData
 
 
 class PlannedStart(NamedTuple):
@@ -47,12 +48,11 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Plann
     check_evaluation(recipe)
     tokenizer, prepared = load_data.prepare_data(recipe)
     token_checks.check_texts(recipe, tokenizer)
-    length = count_steps(recipe.train, shards, batch, prepared, sft_config)
+    steps = count_steps(recipe.train, shards, batch, prepared, sft_config)
     if sft_config and not launches:
         stopping.check(recipe.train, resumes, setup.launch.keeper)
-        contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, sft_config)
-        if checkpoint:
-            resume_contract.compare(checkpoint.contract, contract, checkpoint.path)
+        data = RunData(tokenizer, prepared, sft_config)
+        resume_facts.contract_of(recipe, setup, data, batch, steps, checkpoint)
     later = checkpoint and not (sft_config and not launches)
     unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(later)
     return PlannedStart(prepared, checkpoint, unseen)
@@ -66,7 +66,7 @@ def check_evaluation(recipe: Recipe) -> None:
 
 def count_steps(
     train: Train, shards: int, batch: Batch, prepared: Prepared, arguments: SFTConfig | None
-) -> resume_facts.RunLength:
+) -> int:
     """Count the optimizer steps of a run, and refuse a schedule that does not fit into them.
 
     Args:
@@ -76,4 +76,4 @@ def count_steps(
     steps = batch_size.count_steps(train, prepared.rows, batch, shards)
     if arguments:
         optimizers.check_schedule(arguments, steps)
-    return resume_facts.RunLength(batch, steps)
+    return steps

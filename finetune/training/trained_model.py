@@ -26,7 +26,7 @@ def train(
     before = verify_saved.fingerprints(adapted)
     trainer.train_from(checkpoint.path if checkpoint else None)
     ended_by = next((one.patience for one in trainer.validations if one.ran_out), None)
-    stopping.add_steps_check(trainer.state, trainer.first_step.planned.steps, ended_by, checks)
+    stopping.add_steps_check(trainer.state, trainer.first_step.plan.steps, ended_by, checks)
     launch_checks.add_repeated_check(trainer, checks)
     launch_checks.add_loader_check(trainer, checks)
     if trainer.state.global_step >= trainer.first_step.first:  # a run may resume after its last step

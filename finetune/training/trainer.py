@@ -143,7 +143,7 @@ class Trainer(SFTTrainer):
                 apart = gradient_reduction.ours(model) or last != self.ends_step
                 unsynced = self.accelerator.no_sync(model) if apart else contextlib.nullcontext()
                 with unsynced, self.without_repeated_train_calls(model):
-                    if self.first_step.planned.has_graphs:  # release the outputs of the previous pass
+                    if self.first_step.plan.is_on("CUDA graphs"):  # release the outputs of the previous pass
                         torch.compiler.cudagraph_mark_step_begin()
                     total = total + super().training_step(model, inputs, items)
         except torch.OutOfMemoryError as error:

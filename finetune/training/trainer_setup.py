@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback
 
     from finetune.recipe.schema import Speed
-    from finetune.training.run_context import RunContext, RunData
+    from finetune.training.run_context import RunContext, RunData, StepPlan
     from finetune.training.stopping import Stop
 
 
@@ -35,7 +35,7 @@ def build(
     run: RunContext,
     data: RunData,
     adapted: PreTrainedModel | PeftModel,
-    plan: batch_setup.StepPlan,
+    plan: StepPlan,
     stop: Stop,
     callbacks: Sequence[TrainerCallback],
 ) -> Trainer:
@@ -46,16 +46,10 @@ def build(
         callbacks: callbacks of the caller.
     """
     recipe, setup, checks, dataset = run.recipe, run.setup, run.checks, data.prepared.train
-    loss = lm_head_loss.HeadLoss(
-        plan.choices["speed.loss"].value, compiled=plan.choices["speed.compile"].value == "on"
-    )
+    loss = lm_head_loss.HeadLoss(plan.choices["speed.loss"].value, compiled=plan.is_on("speed.compile"))
     optimizer = optimizers.choose(data.arguments, adapted, recipe.adapter, recipe.speed)
-    micro_batches = batch_setup.micro_batches(run, plan.batch, plan.choices)
-    expected = first_step_checks.Planned(
-        plan.steps, plan.batch.effective, loss, optimizer, micro_batches,
-        compiled=plan.choices["speed.compile"], graphs=plan.choices["CUDA graphs"],
-    )  # fmt: skip
-    first_step = first_step_checks.FirstStep(checks, setup, expected)
+    micro_batches = batch_setup.micro_batches(run, plan)
+    first_step = first_step_checks.FirstStep(run, plan, loss, optimizer, micro_batches)
     metrics = step_metrics.Metrics(
         run.folder, run.console, setup, batch=plan.batch.effective, flops_per_token=plan.flops_per_token
     )
@@ -83,9 +77,9 @@ def build(
         validations=validations,
         contract=plan.contract,
         in_checkpoints=(schedule, micro_batches, metrics, *unusable, *validations),
-        corrector=None if run.checkpoint else batch_setup.corrector(run, adapted, plan.batch, plan.choices),
+        corrector=None if run.checkpoint else batch_setup.corrector(run, adapted, plan),
         regularizer=adalora.regularizer(adapted, recipe.adapter.ours("orth_reg_every") or 1),
-        fixed_shape=batch_setup.fixed_shape(recipe.data, dataset, plan.batch, plan.choices),
+        fixed_shape=batch_setup.fixed_shape(recipe.data, dataset, plan),
         loader_timeout=recipe.train.dataloader_timeout,
     )
     return Trainer(adapted, data.arguments, dataset, data.tokenizer, parts)

@@ -23,7 +23,7 @@ from finetune.speed.lm_head_loss import HeadLoss
 from finetune.training import first_step_checks, optimizers, stopping, training_arguments, training_data
 from finetune.training.nan_detection import NonFinite
 from finetune.training.oom_recovery import MicroBatches
-from finetune.training.run_context import RunContext
+from finetune.training.run_context import RunContext, StepPlan
 from finetune.training.step_metrics import Metrics
 from finetune.training.trainer import Trainer
 from finetune.training.trainer_parts import TrainerParts
@@ -95,9 +95,8 @@ def trainer_parts(
     """The parts of a trainer that checks its first step, with a schedule that nothing stops."""
     head_loss, optimizer = HeadLoss(loss), optimizers.choose(arguments, adapted, recipe.adapter, recipe.speed)
     batches = MicroBatches(arguments.per_device_train_batch_size)
-    batch = recipe.train.effective_batch_size
-    planned = first_step_checks.Planned(arguments.max_steps, batch, head_loss, optimizer, batches)
-    first_step = first_step_checks.FirstStep(RunChecks(), setup, planned)
+    plan = StepPlan(batch_size.split_batch(recipe.train, 1), arguments.max_steps, {})
+    first_step = first_step_checks.FirstStep(run_context(recipe, setup), plan, head_loss, optimizer, batches)
     writer = Writer(Path(arguments.output_dir or "run") / "checkpoints", None)
     return TrainerParts(
         callbacks=[first_step, *callbacks, *([AllocateRanks()] if adalora.allocates(adapted) else [])],

@@ -16,6 +16,7 @@ from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import live_model_spec
 from finetune.training import load_data, model_setup, resume_facts, speed_setup, step_work, training_arguments
+from finetune.training.run_context import RunData
 from support.paths import DATA, QUICKSTART
 from support.trainers import run_context
 
@@ -74,11 +75,9 @@ def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
 
     def contract(workers: int) -> dict[str, Any]:
         given: Any = SimpleNamespace(dataloader_num_workers=workers)
-        length = resume_facts.RunLength(split_batch(found.train, 1), 2)
-        return {
-            **resume_facts.contract_of(found, setup, length, tokenizer, prepared, given),
-            "chosen": {},
-        }
+        data = RunData(tokenizer, prepared, given)
+        batch = split_batch(found.train, 1)
+        return {**resume_facts.contract_of(found, setup, data, batch, 2, None), "chosen": {}}
 
     assert not resume_contract.compare(contract(1), contract(1), tmp_path)
     with pytest.raises(UserError, match=r"train\.dataloader_num_workers +1 +2"):
@@ -132,7 +131,7 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     def resumed(name: str) -> tuple[int, run_checks.Choice]:
         found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
         run = run_context(one, setup, found=found)
-        model = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, 2)
+        model = model_setup.adapted_model(run, RunData(tokenizer, prepared, arguments), 2)
         work = step_work.work_of(model, one, setup, 64, 1.0)
         fast = speed_setup.make_fast(run, model, arguments, work)
         count = sum(layer.gradient_checkpointing for layer in live_model_spec.decoder_layers(model))

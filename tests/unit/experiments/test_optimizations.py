@@ -22,6 +22,7 @@ from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import live_model_spec
 from finetune.training import load_data, model_setup, speed_setup, step_work, training_arguments
+from finetune.training.run_context import RunData
 from support.paths import QUICKSTART, ROOT
 from support.scripts import module_of
 from support.trainers import run_context
@@ -234,7 +235,7 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     run = run_context(one, setup)
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = load_data.prepare_data(one)
-    model = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, 2)
+    model = model_setup.adapted_model(run, RunData(tokenizer, prepared, arguments), 2)
     work = step_work.work_of(model, one, setup, 64, 1.0)
     fast = speed_setup.make_fast(run, model, arguments, work)
     return {

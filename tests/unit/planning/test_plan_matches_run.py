@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from finetune.planning import (
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.training import batch_search, batch_setup, step_work
+from finetune.training.run_context import StepPlan
 from support.paths import QUICKSTART, ROOT
 from support.plans import LLAMA_8B, planned
 from support.trainers import run_context
@@ -258,8 +260,12 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
         batch_search, "search", lambda *given: seen.append(given[3].bytes_per_parameter) or split
     )
     run = run_context(loaded, setup)
-    batch_setup.search_batch(run, None, split, fast, batch_search.SearchData(None, loaded.data, 0))
-    made = batch_setup.micro_batches(run, split, fast)
+    plan: Any = StepPlan(split, 1, {}, fast)
+    data: Any = SimpleNamespace(
+        prepared=SimpleNamespace(train=None), tokenizer=SimpleNamespace(pad_token_id=0)
+    )
+    batch_setup.search_batch(run, data, None, plan)
+    made = batch_setup.micro_batches(run, plan)
     assert [*seen, made.needs.args[-1]] == [8 + 4 + 12] * 2
 
 

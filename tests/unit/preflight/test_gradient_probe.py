@@ -13,10 +13,10 @@ from finetune.adapters import attach, trainable_parameters
 from finetune.autoconfig import batch_size
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
-from finetune.models import tokenizer_setup
 from finetune.preflight import choice_checks, gradient_probe
 from finetune.recipe import loader
-from finetune.training import model_setup, training_arguments
+from finetune.training import load_data, model_setup, training_arguments
+from finetune.training.run_context import RunData
 from support.adapter_cells import SETUP
 from support.architectures import CONFIGS
 from support.paths import QUICKSTART
@@ -189,10 +189,10 @@ def test_probe_runs_in_the_precision_of_the_launch(monkeypatch) -> None:
 
     monkeypatch.setattr(gradient_probe, "check", note)
     recipe = loader.load(QUICKSTART, ["adapter.type=full", "train.learning_rate=1e-4", "train.max_steps=2"])
-    setup, tokenizer = choice_checks.setup_of(recipe), tokenizer_setup.load_tokenizer(recipe.model)
+    setup, (tokenizer, prepared) = choice_checks.setup_of(recipe), load_data.prepare_data(recipe)
     batch = batch_size.split_batch(recipe.train, 1)
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
-    model_setup.adapted_model(run_context(recipe, setup), arguments, None, tokenizer, 2)
+    model_setup.adapted_model(run_context(recipe, setup), RunData(tokenizer, prepared, arguments), 2)
     assert seen == [torch.bfloat16]
 
 
