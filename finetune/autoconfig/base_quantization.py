@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.launch_settings import Launch
 from finetune.core import formatting
@@ -31,7 +29,7 @@ def choose_base(
     adapter_type: str,
     precision: str,
     machine: Hardware,
-    against_fp8: Callable[[], str] | None = None,
+    against_fp8: str | None = None,
     stored: Stored | None = None,
 ) -> Choice:
     """Choose how the base weights are stored: quantized, or in the dtype of the launch's precision.
@@ -40,9 +38,9 @@ def choose_base(
         requested: `model.quantization`.
         adapter_type: `adapter.type`.
         precision: the launch's mixed precision.
-        against_fp8: returns why `auto` must not choose fp8 for this recipe and model, or the empty string. It
-            is called only if the machine has fp8 GEMMs. `None`: the model is loaded again after training. It
-            keeps the storage of the training, even without fp8 GEMMs.
+        against_fp8: why `auto` must not choose fp8 for this recipe and model, or the empty string. `None`:
+            the model is loaded again after training. It keeps the storage of the training, even without fp8
+            GEMMs.
         stored: the storage of a checkpoint that is quantized already.
 
     Raises:
@@ -79,7 +77,7 @@ def choose_base(
         return Choice(plain, same)
     if precision != "bf16":
         return Choice(plain, f"{same}, and an fp8 base model needs bf16")
-    reason = mixed_precision.fp8_missing(machine, precision) or against_fp8()
+    reason = mixed_precision.fp8_missing(machine, precision) or against_fp8
     if reason:
         return Choice(plain, f"{same}; not fp8: {reason}")
     return Choice("fp8", f"auto: {machine.name} has fp8 GEMMs, and the layers are large enough to gain")

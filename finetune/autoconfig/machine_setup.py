@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
+from finetune.autoconfig import (
+    attention_choice,
+    base_quantization,
+    fp8_support,
+    launch_settings,
+    mixed_precision,
+)
 from finetune.autoconfig.attention_choice import Attends, RowLayout
 from finetune.autoconfig.launch_settings import Launch
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.model_config import ModelConfig
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
 from finetune.hardware import detection
@@ -19,6 +24,7 @@ from finetune.hardware.detection import Hardware
 from finetune.kernels import kernel_limits
 from finetune.quantization.stored_weights import Stored
 from finetune.recipe import adapter_types
+from finetune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,35 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Properties of a base model that decide its quantization, together with the recipe."""
+class ModelProperties:
+    """Properties of a base model that decide its attention and quantization, together with the recipe."""
 
+    attends: Attends | None = None
+    """The properties of its attention; `None` means the attention of Llama."""
     stored: Stored | None = None
     """The quantization of a checkpoint that is already quantized."""
-    against_fp8: Callable[[], str] | None = None
-    """Returns why fp8 is not possible; see `choose_base`. `None` if the run's quantization is used again."""
+    against_fp8: str | None = None
+    """Why `auto` does not choose fp8; see `choose_base`. `None` if the run's quantization is used again."""
+
+
+def choose_for_training(
+    recipe: Recipe,
+    config: ModelConfig,
+    stored: Stored | None,
+    on: tuple[Hardware, Launch] | None = None,
+) -> Setup:
+    """Choose how a recipe trains on this machine, or in a plan on another one. See `choose`."""
+    flat = recipe.data.packing or recipe.data.padding_free
+    prompt = adapter_types.find(recipe.adapter.type).prompt
+    attends, against_fp8 = attention_choice.read(config), fp8_support.against_fp8(recipe, config)
+    return choose(
+        attention=recipe.model.attention,
+        base=recipe.model.quantization,
+        adapter_type=recipe.adapter.type,
+        model=ModelProperties(attends, stored, against_fp8),
+        rows=RowLayout(flat, recipe.data.max_length, prompt),
+        on=on,
+    )
 
 
 def choose(
@@ -72,31 +100,32 @@ def choose(
     attention: str,
     base: str,
     adapter_type: str,
-    attends: Attends | None = None,
+    model: ModelProperties = ModelProperties(),
     rows: RowLayout | None = None,
-    weights: Weights = Weights(),
+    on: tuple[Hardware, Launch] | None = None,
 ) -> Setup:
-    """Detect the machine and the launch, and choose attention and base model storage for them.
+    """Choose attention and base model storage for a machine and its launch.
 
     Args:
         attention: `model.attention`.
         base: `model.quantization`.
         adapter_type: `adapter.type`.
-        attends: the properties of the model's attention; `None` means the attention of Llama.
         rows: the training sequences; `None` for evaluation, which uses masks and a KV cache.
-        weights: the properties of the base model.
+        on: the machine and the launch; `None` detects this machine and its launch.
 
     Raises:
-        UserError: this machine, its packages or the launch do not support a requested setting (exit 3).
+        UserError: the machine, its packages or the launch do not support a requested setting (exit 3).
     """
-    hardware = detection.detect()
-    started = launch_settings.read(hardware)
-    stored, against_fp8 = weights.stored, weights.against_fp8
-    by_launch = started.fp8 == launch_environment.FROZEN and base == "auto" and against_fp8 is not None
-    if against_fp8 is not None and (reason := base_quantization.whole_base(started)):
-        against_fp8 = partial(str, reason)
+    if on is None:
+        machine = detection.detect()
+        on = machine, launch_settings.read(machine)
+    hardware, launch = on
+    stored, against_fp8 = model.stored, model.against_fp8
+    by_launch = launch.fp8 == launch_environment.FROZEN and base == "auto" and against_fp8 is not None
+    if against_fp8 is not None:
+        against_fp8 = base_quantization.whole_base(launch) or against_fp8
     storage = base_quantization.choose_base(
-        "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8, stored
+        "fp8" if by_launch else base, adapter_type, launch.precision, hardware, against_fp8, stored
     )
     if by_launch:
         storage = Choice(storage.value, "the launch's mixed_precision: fp8")
@@ -119,6 +148,6 @@ def choose(
             ),
             code=Exit.ENVIRONMENT,
         )
-    dtype = mixed_precision.compute_dtype(started.precision, storage.value)
-    chosen = Choice(*attention_choice.choose(attention, hardware, dtype, attends, rows))
-    return Setup(hardware, started, chosen, storage)
+    dtype = mixed_precision.compute_dtype(launch.precision, storage.value)
+    chosen = Choice(*attention_choice.choose(attention, hardware, dtype, model.attends, rows))
+    return Setup(hardware, launch, chosen, storage)

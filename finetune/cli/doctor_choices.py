@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from finetune.autoconfig import attention_choice, base_quantization, launch_settings, mixed_precision
+from finetune.autoconfig import (
+    attention_choice,
+    base_quantization,
+    fp8_support,
+    launch_settings,
+    mixed_precision,
+)
 from finetune.autoconfig.attention_choice import RowLayout
 from finetune.core import run_checks
 from finetune.core.errors import UserError
 from finetune.hardware.detection import Hardware
-from finetune.models import architecture, fp8_support
+from finetune.models import architecture, model_files
 from finetune.recipe.schema import Recipe
 
 
@@ -31,14 +37,12 @@ def attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
 
 def base(recipe: Recipe | None, machine: Hardware) -> run_checks.Choice:
     """Choose the quantization of the base model."""
-
-    def against_fp8() -> str:
-        return fp8_support.against_fp8(recipe) if recipe else "the model is not known without a recipe"
-
     requested, kind = (recipe.model.quantization, recipe.adapter.type) if recipe else ("auto", "lora")
+    against_fp8 = "the model is not known without a recipe"
     try:
-        return base_quantization.choose_base(
-            requested, kind, launch_settings.read(machine).precision, machine, against_fp8
-        )
+        precision = launch_settings.read(machine).precision
+        if recipe and not mixed_precision.fp8_missing(machine, precision):
+            against_fp8 = fp8_support.against_fp8(recipe, model_files.read_config(recipe.model))
+        return base_quantization.choose_base(requested, kind, precision, machine, against_fp8)
     except UserError as error:
         return run_checks.Choice("-", f"{error.problems[0].what}; {error.problems[0].fix}")

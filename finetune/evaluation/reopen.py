@@ -38,8 +38,7 @@ def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
         attention=recipe.model.attention,
         base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
-        attends=attention_choice.read(config),
-        weights=machine_setup.Weights(stored_weights.read(config)),
+        model=machine_setup.ModelProperties(attention_choice.read(config), stored_weights.read(config)),
     )
     return replace(setup, launch=replace(setup.launch, sharded=""))  # each process loads the whole model
 

@@ -196,7 +196,8 @@ def launched(by: Sharding, processes: int, precision: str) -> Launch:
     """Return the launch as one of its processes sees it."""
     splitter = "FSDP" if by.name == FSDP2.name else "DeepSpeed" if by.states else ""
     shards = splitter if by.weights else ""
-    return Launch("none", processes, 0, by.precision or precision, "hardware", "", shards, splitter=splitter)
+    fp8 = launch_environment.FROZEN if by.frozen_fp8 else ""
+    return Launch("none", processes, 0, by.precision or precision, "hardware", "", shards, fp8, splitter)
 
 
 def share(by: Sharding, processes: int, gathered: float, outside: float, parameters: int) -> Share:

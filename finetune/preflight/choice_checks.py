@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from finetune.autoconfig import (
-    attention_choice,
-    machine_setup,
-    packing_support,
-)
+from finetune.autoconfig import machine_setup, packing_support
 from finetune.autoconfig.machine_setup import Setup
 from finetune.hardware import detection
-from finetune.models import fp8_support, model_class, model_files
+from finetune.models import model_class, model_files
 from finetune.preflight import launch_conflicts, machine_checks, model_checks
-from finetune.recipe import adapter_types
 from finetune.recipe.schema import Recipe
 
 
@@ -31,17 +24,8 @@ def setup_of(recipe: Recipe) -> Setup:
     sections = recipe.adapter, model, recipe.data, recipe.speed, recipe.eval.eval_steps
     launch_conflicts.check(detection.detect(), *sections)
     launch_conflicts.check_launch(recipe)
-    flat = recipe.data.packing or recipe.data.padding_free
-    prompt = adapter_types.find(recipe.adapter.type).prompt
     model_class.check(config)
-    setup = machine_setup.choose(
-        attention=recipe.model.attention,
-        base=recipe.model.quantization,
-        adapter_type=recipe.adapter.type,
-        attends=attention_choice.read(config),
-        rows=attention_choice.RowLayout(flat, recipe.data.max_length, prompt),
-        weights=machine_setup.Weights(stored, partial(fp8_support.against_fp8, recipe)),
-    )
+    setup = machine_setup.choose_for_training(recipe, config, stored)
     packing_support.check(
         config, recipe.data, recipe.train, setup.attention.value, setup.launch.data_parallel_size
     )

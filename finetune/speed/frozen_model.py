@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from finetune.autoconfig import attention_choice, machine_setup
+from finetune.autoconfig import attention_choice, fp8_support, machine_setup
 from finetune.distributed import launch_environment
-from finetune.models import fp8_support, loading, model_files
+from finetune.models import loading, model_files
 from finetune.quantization import stored_weights
 from finetune.recipe.schema import Model
 from finetune.speed import fused_experts
@@ -23,9 +23,10 @@ def load(section: Model, device: str | None = None) -> PreTrainedModel:
         attention="auto",
         base=section.quantization,
         adapter_type="lora",
-        attends=attention_choice.read(config),
-        weights=machine_setup.Weights(
-            stored_weights.read(config), lambda: fp8_support.config_against_fp8(config)
+        model=machine_setup.ModelProperties(
+            attention_choice.read(config),
+            stored_weights.read(config),
+            fp8_support.config_against_fp8(config),
         ),
     )
     gpu = f"cuda:{launch_environment.said('LOCAL_RANK', '0')}"

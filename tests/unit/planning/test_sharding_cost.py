@@ -320,8 +320,8 @@ def test_auto_stores_no_codes_where_the_launch_wants_weights(split: str, large, 
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.1, 64)
     monkeypatch.setattr(detection, "detect", lambda: machine)
     monkeypatch.setattr(launch_settings, "read", lambda machine=None: launched)
-    weights = machine_setup.Weights(against_fp8=str)
-    asked: dict[str, Any] = {"attention": "sdpa", "base": "auto", "adapter_type": "lora", "weights": weights}
+    model = machine_setup.ModelProperties(against_fp8="")
+    asked: dict[str, Any] = {"attention": "sdpa", "base": "auto", "adapter_type": "lora", "model": model}
     assert machine_setup.choose(**asked).storage.value == "bf16"
     launched = sharding_cost.launched(sharding_cost.DDP, 8, "bf16")
     assert machine_setup.choose(**asked).storage.value == "fp8"

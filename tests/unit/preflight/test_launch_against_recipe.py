@@ -239,7 +239,7 @@ def test_optimizers_that_take_tensors_whole(
     launched(**split)
     monkeypatch.setattr(detection, "detect", lambda: H100)
     asked: dict[str, Any] = {"attention": "sdpa", "base": "none", "adapter_type": "lora"}
-    setup = machine_setup.choose(**asked, weights=machine_setup.Weights(against_fp8=lambda: ""))
+    setup = machine_setup.choose(**asked, model=machine_setup.ModelProperties(against_fp8=""))
     train = loader.load(QUICKSTART, [f"train.optim={optim}"]).train
     if not refused:
         optimizer_choice.check(train, Speed(), setup)
@@ -270,14 +270,14 @@ def test_an_fp8_launch_is_the_frozen_base_in_a_bf16_accelerator(launched, monkey
     launched(ACCELERATE_MIXED_PRECISION="fp8")
     asked: dict[str, Any] = {"attention": "sdpa", "base": "auto"}
     setup = machine_setup.choose(
-        **asked, adapter_type="dora", weights=machine_setup.Weights(against_fp8=lambda: "too narrow")
+        **asked, adapter_type="dora", model=machine_setup.ModelProperties(against_fp8="too narrow")
     )
     assert (setup.launch.precision, setup.launch.fp8) == ("bf16", launch_environment.FROZEN)
     assert setup.storage == ("fp8", "the launch's mixed_precision: fp8") and problems("dora") == ""
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     monkeypatch.setenv("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "False")
     setup = machine_setup.choose(
-        **asked, adapter_type="full", weights=machine_setup.Weights(against_fp8=lambda: "")
+        **asked, adapter_type="full", model=machine_setup.ModelProperties(against_fp8="")
     )
     assert (setup.launch.precision, setup.storage.value) == ("fp8", "fp32") and problems("full") == ""
     for machine in (T4, CPU):  # Accelerate would take fp16 with a warning

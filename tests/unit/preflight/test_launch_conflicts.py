@@ -119,7 +119,7 @@ def test_machines_that_are_launched_otherwise_are_told(launch, name, values, mon
             attention="sdpa",
             base="none",
             adapter_type="lora",
-            weights=machine_setup.Weights(against_fp8=lambda: ""),
+            model=machine_setup.ModelProperties(against_fp8=""),
         )
         held.append(resume_facts.facts(loaded, setup))
     assert held[0] != held[1]

@@ -308,7 +308,7 @@ def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
 @pytest.mark.parametrize("machine", [CPU, A100])
 def test_without_fp8_gemms_it_is_refused_for_training_and_emulated_for_the_rest(machine: Hardware) -> None:
     with pytest.raises(UserError, match="no fp8 GEMMs") as raised:
-        base_quantization.choose_base("fp8", "lora", "bf16", machine, lambda: "")
+        base_quantization.choose_base("fp8", "lora", "bf16", machine, "")
     assert raised.value.code == Exit.ENVIRONMENT and "model.quantization: auto" in str(raised.value)
     again = base_quantization.choose_base("fp8", "lora", "bf16", machine)
     assert again.value == "fp8" and "no fp8 GEMMs" in again.reason
@@ -316,7 +316,7 @@ def test_without_fp8_gemms_it_is_refused_for_training_and_emulated_for_the_rest(
 
 def test_on_a_gpu_without_autocast_it_is_refused() -> None:
     with pytest.raises(UserError, match="precision is no"):
-        base_quantization.choose_base("fp8", "lora", "no", H100, lambda: "")
+        base_quantization.choose_base("fp8", "lora", "no", H100, "")
 
 
 def test_training_is_refused_here(train, capsys) -> None:
@@ -325,13 +325,13 @@ def test_training_is_refused_here(train, capsys) -> None:
 
 
 def auto(machine: Hardware, precision: str = "bf16", *options: str) -> Choice:
-    from finetune.models import fp8_support
+    from finetune.autoconfig import fp8_support
+    from finetune.models import model_files
 
     loaded = loader.load("recipes/quickstart.yaml", list(options))
     kind = loaded.adapter.type
-    return base_quantization.choose_base(
-        "auto", kind, precision, machine, lambda: fp8_support.against_fp8(loaded)
-    )
+    against_fp8 = fp8_support.against_fp8(loaded, model_files.read_config(loaded.model))
+    return base_quantization.choose_base("auto", kind, precision, machine, against_fp8)
 
 
 def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:

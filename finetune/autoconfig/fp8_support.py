@@ -5,7 +5,6 @@ from __future__ import annotations
 from finetune.core import model_config
 from finetune.core.model_config import ModelConfig
 from finetune.kernels.kernel_limits import FP8_WIDTH
-from finetune.models import model_files
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules
 from finetune.recipe.schema import Recipe
@@ -25,11 +24,7 @@ def config_against_fp8(config: ModelConfig) -> str:
     return ""
 
 
-def against_fp8(recipe: Recipe, config: ModelConfig | None = None) -> str:
-    """Return why `model.quantization: auto` does not use fp8 for this recipe; the empty string if it may.
-
-    Args:
-        config: the config of the model, if it has been read already.
-    """
+def against_fp8(recipe: Recipe, config: ModelConfig) -> str:
+    """Return why `model.quantization: auto` does not use fp8 for this recipe; the empty string if it may."""
     by_recipe = adapter_rules.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
-    return by_recipe or config_against_fp8(config or model_files.read_config(recipe.model))
+    return by_recipe or config_against_fp8(config)
