@@ -105,7 +105,7 @@ def cell(config: Path, kind: str, base: str) -> str:
             if not found:
                 started = launch_settings.read(machine)
                 base_quantization.choose_base(
-                    stored, kind, started.precision, machine, lambda: "the column says which"
+                    stored, kind, started.precision, machine, "the column says which"
                 )
     except UserError as error:
         found = list(error.problems)
@@ -142,7 +142,7 @@ def refused() -> dict[str, str]:
         with patch_environment(**asked):
             (problem,) = launch_conflicts.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
         made[f"parallelism_config_{kind.lower()}_size: 2"] = reason(problem)
-    (problem,) = accelerate_config.problems({"distributed_type": "MEGATRON_LM"}, "")
+    (problem,) = accelerate_config.check_values({"distributed_type": "MEGATRON_LM"}, "")
     return {**made, "distributed_type: MEGATRON_LM": reason(problem)}
 
 

@@ -338,7 +338,7 @@ def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
 def check_layout(adapter: Adapter, names: Names) -> list[Problem]:
     """Return the problems of a local adapter's modules. An adapter on the Hub is checked when it loads."""
     folder = _source_folder(str(adapter.source))
-    return saved_layout.problems(folder, names, adapter_types.find(adapter.type).peft) if folder else []
+    return saved_layout.check_layout(folder, names, adapter_types.find(adapter.type).peft) if folder else []
 
 
 def check_patterns(folder: Path, model: nn.Module) -> None:
@@ -410,7 +410,7 @@ def load(
     if problems:
         raise UserError(*problems)
     check_patterns(folder, model)
-    if problems := saved_layout.problems(folder, names, adapter_types.find(adapter.type).peft):
+    if problems := saved_layout.check_layout(folder, names, adapter_types.find(adapter.type).peft):
         raise UserError(*problems)
     with refusals(misfit):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True, torch_device="cpu")

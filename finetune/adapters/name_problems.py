@@ -34,7 +34,7 @@ HEAD_WEIGHT = "TRL's loss reads the weight of the head itself, without the adapt
 _PEFT_TIES = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES
 
 
-def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
+def check_options(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
     """Return a problem for each name and number that the model lacks or the adapter type cannot use.
 
     Args:
@@ -712,7 +712,7 @@ def check(model: PreTrainedModel, adapter: Adapter, known: Names) -> None:
     """Raise one error with all names and numbers of the recipe that match nothing in the model."""
     kind = adapter_types.find(adapter.type)
     options = {**adapter.options(), **kind.sets}
-    refused = problems(options, known, kind.peft)
+    refused = check_options(options, known, kind.peft)
     parts = list(model.named_modules())
     for name in options.get("modules_to_save") or ():
         storages = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}

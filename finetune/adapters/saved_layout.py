@@ -14,7 +14,7 @@ INIT_FROM = "adapter.init_from"
 MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"
 
 
-def problems(folder: Path, names: Names, peft: str) -> list[Problem]:
+def check_layout(folder: Path, names: Names, peft: str) -> list[Problem]:
     """Return a problem if the adapter stores experts in another layout, or would not train.
 
     transformers 4 has one module per expert, and transformers 5 stacks them in two parameters. PEFT converts

@@ -91,7 +91,7 @@ def missing_packages(optim: str, speed: Speed) -> list[Problem]:
     ]
 
 
-def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
+def check_settings(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
     """Return the problems of settings that train nothing or that the optimizer does not accept.
 
     Args:

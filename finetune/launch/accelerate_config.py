@@ -126,7 +126,7 @@ def check(path: Path) -> None:
         UserError: a key or backend is unknown (exit 2), or the package for fp8 is missing (exit 3).
     """
     given = read(path)
-    found, lacking = problems(given, str(path)), _missing_package(given, str(path))
+    found, lacking = check_values(given, str(path)), _missing_package(given, str(path))
     if found or lacking:
         packages = [lacking] if lacking else []
         raise UserError(*found, *packages, code=Exit.INPUT if found else Exit.ENVIRONMENT)
@@ -180,7 +180,7 @@ def _missing_package(given: dict[str, Any], where: str) -> Problem | None:
     return Problem(what, where=where, fix=install_extra(extra), code="package-missing")
 
 
-def problems(given: dict[str, Any], where: str) -> list[Problem]:
+def check_values(given: dict[str, Any], where: str) -> list[Problem]:
     """Return the parts of a config that Accelerate would ignore, or that would fail later."""
     from accelerate.commands.config.config_args import ClusterConfig
 

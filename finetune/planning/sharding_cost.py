@@ -87,7 +87,7 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     given: dict[str, Any] = accelerate_config.read(path)
     ours = path.resolve().is_relative_to(shipped_files.folder("accelerate_configs").resolve())
     if not ours and (
-        found := accelerate_config.problems(given, str(path))
+        found := accelerate_config.check_values(given, str(path))
     ):  # imports Accelerate, which takes seconds
         raise UserError(*found)
     count, precision_of_launch = (

@@ -31,7 +31,7 @@ def check_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Probl
         options = {key: value for key, value in options.items() if key != "trainable_token_indices"}
     elif added:
         names = names.with_rows(max(added) + 1)
-    found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
+    found = name_problems.check_options({**options, **kind.sets}, names, kind.peft)
     stored = check_storage(recipe.model.quantization, names, config, recipe.adapter.type)
     return (
         found

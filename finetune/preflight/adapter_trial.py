@@ -45,7 +45,7 @@ def is_needed(recipe: Recipe) -> bool:
     return kind.peft not in _CHECKED_TYPES or not options.keys() <= _CHECKED or unset or other_norms
 
 
-def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
+def check_on_meta(recipe: Recipe, folder: Path) -> list[Problem] | None:
     """Return the problems that PEFT or a forward pass finds; `None` if PEFT needs the weights for its checks.
 
     Args:

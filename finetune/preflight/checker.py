@@ -84,7 +84,9 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
             notes += look(recipe)
         except UserError as error:
             (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
-    problems += optimizer_choice.problems(recipe.train, adapter_types.find(recipe.adapter.type).learning_rate)
+    problems += optimizer_choice.check_settings(
+        recipe.train, adapter_types.find(recipe.adapter.type).learning_rate
+    )
     packages += package_checks.missing_packages(recipe)
     graphs = compilation.check_cuda_graphs(
         recipe.speed.compile, recipe.speed.activation_checkpointing, recipe.speed.offload
@@ -161,7 +163,7 @@ def _trial(recipe: Recipe) -> list[str]:
     folder = Path(recipe.model.name)
     if not folder.is_dir() or not adapter_trial.is_needed(recipe):
         return []
-    problems = adapter_trial.problems(recipe, folder)
+    problems = adapter_trial.check_on_meta(recipe, folder)
     if problems:
         raise UserError(*problems)
     if problems is None:

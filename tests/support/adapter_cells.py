@@ -146,7 +146,7 @@ def refused_by_check(recipe: Recipe, names: Names, model: Path) -> list[Problem]
     """
     found = adapter_names.check_names(recipe, names, architecture.config_in(model / "config.json"))
     if not found and adapter_trial.is_needed(recipe):
-        return adapter_trial.problems(recipe, model)
+        return adapter_trial.check_on_meta(recipe, model)
     return found
 
 

@@ -21,7 +21,7 @@ def names_of(family: str) -> Names:
 
 
 def problem(family: str, options: dict[str, Any], peft: str = "lora") -> Any:
-    (found,) = name_problems.problems(options, names_of(family), peft)
+    (found,) = name_problems.check_options(options, names_of(family), peft)
     return found
 
 
@@ -34,7 +34,7 @@ def test_one_of_two_layers_in_a_parameter_of_experts_is_refused_with_the_other(
     assert found.what.endswith("of a mixture of experts only together")
     assert found.fix == f"target_modules: [q_proj, {target}, {pair}]"
     again = {"target_modules": ["q_proj", target, pair]}
-    assert name_problems.problems(again, names_of(family), "lora") == []
+    assert name_problems.check_options(again, names_of(family), "lora") == []
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_suggested_targets_are_accepted(family: str) -> None:
         {"target_modules": ["no_such"]},
         {"target_modules": ".*"},
     ):
-        for found in name_problems.problems(options, names, "lora"):
+        for found in name_problems.check_options(options, names, "lora"):
             key, _, listed = found.fix.partition(": [")
             if key in ("target_modules", "exclude_modules"):
                 offered = {**options, key: listed.rstrip("]").split(", ")}
-                assert name_problems.problems(offered, names, "lora") == [], found.fix
+                assert name_problems.check_options(offered, names, "lora") == [], found.fix
 
 
 def test_targets_of_layers_follow_pefts_rule() -> None:

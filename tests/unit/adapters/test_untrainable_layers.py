@@ -49,9 +49,9 @@ def test_layers_that_an_installed_kernel_reads_are_skipped(
 
 def test_layer_that_an_installed_kernel_reads_is_refused_by_name(monkeypatch) -> None:
     names, options = names_of("bamba"), {"target_modules": ["in_proj", "out_proj"]}
-    assert name_problems.problems(options, names, "lora") == []
+    assert name_problems.check_options(options, names, "lora") == []
     monkeypatch.setattr(direct_reads.packages, "installed", lambda name: True)
-    (problem,) = name_problems.problems(options, names, "lora")
+    (problem,) = name_problems.check_options(options, names, "lora")
     assert problem.what == "an adapter on out_proj would get no gradient"
     assert "a kernel of mamba_ssm reads their weights" in problem.why
     assert problem.fix == "remove out_proj from target_modules"

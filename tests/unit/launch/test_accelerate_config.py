@@ -426,5 +426,5 @@ def test_skypilot_s_task_starts_what_it_says(cluster, monkeypatch) -> None:
 
 def test_gpus_may_be_named_by_their_uuids_and_sizes_left_empty() -> None:
     given = {"distributed_type": "MULTI_GPU", "num_processes": 2, "gpu_ids": "GPU-1a-2b, MIG-3c"}
-    assert not accelerate_config.problems(given, "own.yaml")
+    assert not accelerate_config.check_values(given, "own.yaml")
     assert accelerate_config.sizes({"parallelism_config": {"parallelism_config_cp_size": None}}) == 1

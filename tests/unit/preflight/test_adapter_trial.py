@@ -26,7 +26,7 @@ TRIED = ["adapter.layers_pattern=layers", "adapter.layers_to_transform=[0]"]
 @pytest.mark.parametrize("options", [["adapter.type=shira"], ["adapter.type=unilora"]])
 def test_type_that_reads_the_weights_is_left_to_the_run(options: list[str]) -> None:
     recipe = loader.load(QUICKSTART, [*options, "adapter.r=4"])
-    assert adapter_trial.problems(recipe, Path(recipe.model.name)) is None
+    assert adapter_trial.check_on_meta(recipe, Path(recipe.model.name)) is None
     assert "only the run" in "\n".join(checker._trial(recipe))
 
 
@@ -34,7 +34,7 @@ def test_error_of_finetune_in_a_trial_is_raised(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attach, "attach", lambda *_, **__: [].pop())
     recipe = loader.load(QUICKSTART, TRIED)
     with pytest.raises(IndexError):
-        adapter_trial.problems(recipe, Path(recipe.model.name))
+        adapter_trial.check_on_meta(recipe, Path(recipe.model.name))
 
 
 @pytest.mark.parametrize("tried", [[], TRIED])
