@@ -82,7 +82,10 @@ def main(given: Sequence[str] | None = None) -> int:
 def finished(command: str, outcome: Outcome, *, as_json: bool) -> int:
     """Return the exit code of a command. With `--json`, rank 0 prints the result."""
     if as_json and os.environ.get("RANK", "0") == "0":
-        standard_streams.say(json_output.render(command, outcome.code, outcome.result, outcome.problems))
+        try:
+            standard_streams.say(json_output.render(command, outcome.code, outcome.result, outcome.problems))
+        except OSError as error:
+            return failed(errors.explain(error, f"printed the result of `finetune {command}`")).code
     return outcome.code
 
 

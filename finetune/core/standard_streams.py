@@ -10,17 +10,23 @@ from finetune.core.privacy import masked, secrets
 from finetune.core.visible_text import visible
 
 
-class _Closable(io.FileIO):
-    """A stream whose reader may leave, as in `finetune doctor | head`.
+STDERR = 2  # the number of the file
 
-    The command continues, and its later output is discarded.
+
+class _Closable(io.FileIO):
+    """A stream whose reader may leave, as in `finetune doctor | head`, or whose disk may be full.
+
+    All later output is discarded. The command continues if the reader has left. Otherwise it ends with the
+    error, unless it can't print an error.
     """
 
     def write(self, data: object) -> int:
         try:
             return super().write(data)  # type: ignore[arg-type] (a buffer: FileIO's own type is private)
-        except BrokenPipeError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for all later output, of C code too
+            if not (isinstance(error, BrokenPipeError) or self.fileno() == STDERR):
+                raise
             return super().write(data)  # type: ignore[arg-type] (a buffer: FileIO's own type is private)
 
 
@@ -35,7 +41,7 @@ def say(*lines: object, error: bool = False) -> None:
 
 
 def allow_closing() -> None:
-    """Let the readers of standard output and error leave early, without an error of the command."""
+    """Let the readers of standard output and error leave early, and discard output after an error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -154,6 +155,16 @@ def test_command_whose_output_nobody_reads_keeps_its_exit_code() -> None:
         done = with_closed(stream, "check", "recipes/absent.yaml")
         assert done.returncode == 2
         assert "Traceback" not in (getattr(done, other) or "")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_command_whose_output_is_on_a_full_disk_is_an_error(options: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "finetune", "recipes", *options]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        both = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, check=False)
+    assert done.returncode == both.returncode == 3
+    assert "error: the disk is full" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.soak
