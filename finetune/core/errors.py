@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -211,6 +212,8 @@ def unexpected(error: Exception, doing: str) -> UserError:
     if ours:
         what, kind = f"finetune failed while it {at.doing}", "internal-error"
         fix = "run the command again with --debug, and report this bug of finetune with the traceback"
+    elif library == YOURS:
+        fix = "correct this code"
     return UserError(
         Problem(
             what,
@@ -352,7 +355,13 @@ def _library_of(filename: str) -> tuple[str, str]:
     if path.is_relative_to(own):
         return "finetune", str(path.relative_to(own.parent))
     inner = path.parts[path.parts.index("site-packages") + 1 :] if "site-packages" in path.parts else ()
-    return (inner[0], "/".join(inner)) if inner else ("Python", path.name)
+    if inner:
+        return inner[0], "/".join(inner)
+    own_code = path.is_absolute() and not path.is_relative_to(sysconfig.get_path("stdlib"))
+    return (YOURS if own_code else "Python"), path.name
+
+
+YOURS = "your code"  # such as a callback that was given to `finetune.train`
 
 
 class Stopped(KeyboardInterrupt):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -220,16 +220,16 @@ class Schedule(TrainerCallback):
         self.complete = state["complete"]
 
 
-def add_steps_check(state: TrainerState, planned: int, patience: int | None, checks: RunChecks) -> None:
+def add_steps_check(state: TrainerState, planned: int, reasons: Sequence[str], checks: RunChecks) -> None:
     """Count the optimizer steps that ran: all that were planned, or fewer where early stopping ended the run.
 
     Args:
-        patience: of early stopping, if it ended the run.
+        reasons: the first one is the reason of early stopping, if it ended the run.
     """
     expected, actual = f"{planned}", f"{state.global_step}"
-    if early := patience is not None and state.global_step < planned:
+    if early := bool(reasons) and state.global_step < planned:
         expected = f"at most {planned}, with early stopping"
-        actual += f", stopped early: no better evaluation in {patience}"
+        actual += f", stopped early: {reasons[0]}"
     checks.add(
         "steps",
         expected=expected,

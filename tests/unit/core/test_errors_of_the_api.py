@@ -21,7 +21,7 @@ from support.paths import QUICKSTART
 def test_only_user_errors_exception_of_a_library_keeps_its_cause() -> None:
     original = ValueError("from elsewhere")
     with (
-        pytest.raises(UserError, match="while it trained the model") as caught,
+        pytest.raises(UserError, match="while finetune trained the model") as caught,
         only_user_errors("trained the model"),
     ):
         raise original
