@@ -342,8 +342,12 @@ def verify(path: Path) -> None:
     for name, said in manifest["files"].items():
         try:
             _verify_file(path, name, said)
+            if name.endswith(".json"):
+                read_json(path, name)
         except OSError as error:
             raise Damaged(f"finetune can't read {name} ({error.strerror})") from None
+        except ValueError as error:
+            raise Damaged(f"{name} has another structure than finetune writes ({error})") from None
 
 
 def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
@@ -395,8 +399,14 @@ def read_contract(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, name: str) -> Any:
-    """Return the content of a JSON file of a checkpoint that verified."""
-    return json.loads(safe_files.read_text(path, name))
+    """Return the content of a JSON file of a checkpoint.
+
+    Raises:
+        ValueError: the content does not have the shape of this file.
+    """
+    content = file_shapes.parse(safe_files.read_text(path, name))
+    file_shapes.check(name, content)
+    return content
 
 
 def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tensor]:

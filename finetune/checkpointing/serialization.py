@@ -96,28 +96,51 @@ def restore(value: object, tensors: dict[str, Tensor]) -> Any:
     return tensor.numpy() if kind == "array" else tensor
 
 
+def check_alike(saved: object, live: object, name: str) -> None:
+    """Check that a restored value and the numbers in it have the types of the live value.
+
+    `None` stands for a number that is not known yet. Keys of only one of two dicts are not compared.
+
+    Raises:
+        TypeError: a value has another type. The text has its name.
+    """
+    number, is_alike = (int, float), isinstance(saved, type(live))
+    if live is None or (isinstance(live, number) and not isinstance(live, bool)):
+        is_alike = isinstance(saved, number) or saved is live
+    elif isinstance(live, dict) and isinstance(saved, dict):
+        for key in live.keys() & saved.keys():
+            check_alike(saved[key], live[key], f"{name}.{key}")
+    elif isinstance(live, list) and isinstance(saved, list):
+        is_alike = all(isinstance(one, number) for one in saved)
+    if not is_alike:
+        raise TypeError(f"{name} has the type {type(saved).__name__}")
+
+
 @contextlib.contextmanager
 def refusals(path: Path) -> Iterator[None]:
     """Refuse a checkpoint whose structure differs from finetune's own (exit 4)."""
     import torch
-    from safetensors import SafetensorError
 
-    odd = (LookupError, ValueError, TypeError, AttributeError, StopIteration, RuntimeError, SafetensorError)
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError
+    except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
-    except odd as error:
-        raise UserError(
-            Problem(
-                "finetune can't restore the checkpoint",
-                where=str(path),
-                found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
-                fix="choose another checkpoint with --resume=step-N",
-                code="checkpoint",
-            ),
-            code=Exit.ARTIFACT,
-        ) from error
+    except Exception as error:  # from any library, for values that finetune never writes
+        raise refusal(path, error) from error
+
+
+def refusal(path: Path, error: Exception) -> UserError:
+    """Return the error of a checkpoint that raised `error` when finetune restored it."""
+    return UserError(
+        Problem(
+            "finetune can't restore the checkpoint",
+            where=str(path),
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            fix="choose another checkpoint with --resume=step-N",
+            code="checkpoint",
+        ),
+        code=Exit.ARTIFACT,
+    )
 
 
 LOW_BITS = {  # the only classes that `restore` creates

@@ -5,8 +5,10 @@ The base model is not saved. A resumed run loads it again and compares its finge
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -16,6 +18,7 @@ import psutil
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from transformers import TrainerState
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import checkpoints, serialization
@@ -156,6 +159,7 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
         )
     layout, rank = structure(path), state.process_index
     with serialization.refusals(path):
+        TrainerState(**checkpoints.read_json(path, "trainer_state.json"))  # transformers reads it later
         own = layout.pop("ranks")[rank]
         read = {name: serialization.restore(value, _tensors(path, name)) for name, value in layout.items()}
         return {"path": path, **read, **serialization.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
@@ -199,7 +203,20 @@ def put_back(trainer: Trainer, *names: str) -> None:
     for name in names:
         saved = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
         with serialization.refusals(trainer.resumed["path"]):
+            if name in ("log", "callbacks"):  # a value of another type can fail many steps later
+                serialization.check_alike(saved, PARTS[name][0](trainer), name)
             PARTS[name][1](trainer, saved)
+
+
+@contextlib.contextmanager
+def refusals(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
+    """Refuse a checkpoint with values of other types, with which the first step after it fails (exit 4)."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        if checkpoint is None or trainer.state.global_step > checkpoints.step_of(checkpoint):
+            raise
+        raise serialization.refusal(checkpoint, error) from error
 
 
 def random_state() -> dict[str, Any]:

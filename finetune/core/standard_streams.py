@@ -9,7 +9,6 @@ import sys
 from finetune.core.privacy import masked, secrets
 from finetune.core.visible_text import visible
 
-
 STDERR = 2  # the number of the file
 
 

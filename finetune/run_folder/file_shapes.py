@@ -478,6 +478,24 @@ class Manifest(Shape):
     files: dict[str, ManifestFile]
 
 
+class TrainerState(Shape):
+    """trainer_state.json of a checkpoint: what transformers uses of its `TrainerState` in a resumed run."""
+
+    epoch: Count = 0
+    global_step: int = Field(ge=0, le=LARGEST)
+    logging_steps: Count = 0
+    eval_steps: Count = 0
+    save_steps: Count = 0
+    train_batch_size: int = Field(ge=1, le=LARGEST)
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[Any] = Field([], max_length=0)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    stateful_callbacks: dict[str, Any] = {}
+
+
 class AdapterConfig(Shape):
     """adapter_config.json: what finetune itself reads of it. PEFT reads the other keys."""
 
@@ -563,6 +581,7 @@ SHAPES: dict[str, Any] = {
     "checkpoints/contract.json": Contract,
     "contract.json": Contract,
     "manifest.json": Manifest,
+    "trainer_state.json": TrainerState,
     "adapter_config.json": AdapterConfig,
     "budget.json": Budget,
     "ablation.json": AblationFile,

@@ -351,7 +351,8 @@ class Trainer(SFTTrainer):
         """
         self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
         try:
-            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            with training_state.refusals(self, checkpoint):
+                self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except Exception as error:  # out of memory has many types; any other error is raised again
             if loader_workers.timed_out(error):
                 raise loader_workers.end(self.loader_timeout) from error

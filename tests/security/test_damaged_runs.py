@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.checkpointing import training_state
+from finetune.checkpointing import checkpoints, training_state
 from finetune.cli import main
-from finetune.core import safe_files
+from finetune.core import safe_files, verified_files
 from finetune.core.errors import UserError
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.runner import measured_run
+from finetune.hub import client
 from finetune.run_folder.run_folder import RunFolder
 from support import damaged_runs
 from support.paths import MODEL
@@ -376,3 +377,44 @@ def test_checkpoint_with_an_odd_state_of_the_optimizer_is_refused(saved: Any) ->
     with pytest.raises(UserError, match="can't restore the checkpoint") as raised:
         training_state.put_back(trainer, "optimizer")
     assert raised.value.code == 4
+
+
+def changed_checkpoint(source: Path, folder: Path, name: str, place: tuple[Any, ...], value: Any) -> Path:
+    """A copy of a stopped run, with one value of a JSON file of its checkpoint changed and signed again."""
+    shutil.copytree(source, folder)
+    (path,) = checkpoints.published(folder / "checkpoints")
+    content = json.loads((path / name).read_text())
+    *holders, last = place
+    holder = functools.reduce(
+        lambda part, key: dict(part["dict"])[key] if "dict" in part else part[key], holders, content
+    )
+    if "dict" in holder:
+        holder["dict"] = [[key, value if key == last else part] for key, part in holder["dict"]]
+    else:
+        holder[last] = value
+    (path / name).write_text(json.dumps(content))
+    manifest = verified_files.read_signed(path / checkpoints.MANIFEST)
+    size = (path / name).stat().st_size
+    manifest["files"][name] = {"bytes": size, "sha256": client.sha256(path / name)}
+    (path / checkpoints.MANIFEST).write_text(verified_files.signed(manifest))
+    return folder
+
+
+PLACES = [
+    *[("trainer_state.json", (key,)) for key in ("epoch", "global_step", "train_batch_size", "total_flos")],
+    *[("state.json", ("ranks", 0, "log", key)) for key in ("step", "metrics")],
+    *[("state.json", ("callbacks", "Validate", key)) for key in ("best", "weights")],
+    *[("state.json", ("optimizer", "param_groups", 0, key)) for key in ("lr", "params")],
+    ("state.json", ("scheduler", "last_epoch")),
+]
+
+
+def test_resume_of_a_checkpoint_with_a_value_of_another_type_is_refused(train, tmp_path, capsys) -> None:
+    options = ["train.max_steps=4", "train.effective_batch_size=2", "eval.eval_steps=1", "eval.samples=0"]
+    stopped = train(*options, "--until=2", code=75).path
+    for number, (name, place) in enumerate(PLACES):
+        run = changed_checkpoint(stopped, tmp_path / str(number), name, place, "text")
+        train(*options, "--resume", name=run.name, code=4)
+        said = capsys.readouterr().err
+        assert "[checkpoint]" in said and "-error]" not in said, (place, said)
+        shutil.rmtree(run)
