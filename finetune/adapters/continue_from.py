@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import initialization, saved_layout, target_modules
 from finetune.adapters.saved_layout import INIT_FROM, MERGED
 from finetune.core import regular_files, untrusted_files, upstream_private
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.paths import local_path, on_the_hub, similar_files
 from finetune.hub import client
 from finetune.models import checkpoint_headers, module_names
@@ -51,8 +51,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
         return [note if is_pinned else f"{note}. It can change: {repo}@<commit> pins it"]
     check_weights(folder, adapter.source)
     saved = untrusted_files.read_object(folder / "adapter_config.json", "adapter.init_from")
-    if problems := _source_problems(saved, adapter, base, revision):
-        raise UserError(*problems)
+    raise_if_any(_source_problems(saved, adapter, base, revision))
     return []
 
 
@@ -346,8 +345,7 @@ def check_patterns(folder: Path, model: nn.Module) -> None:
     path = folder / "adapter_config.json"
     options = untrusted_files.read_object(path, str(path))
     names = [name for name, _ in model.named_modules() if name]
-    if problems := target_modules.slow_patterns(options, names, str(path)):
-        raise UserError(*problems)
+    raise_if_any(target_modules.slow_patterns(options, names, str(path)))
 
 
 def _whole_rows(source: str) -> int | None:
@@ -407,11 +405,9 @@ def load(
                 code="adapter-files",
             )
         )
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     check_patterns(folder, model)
-    if problems := saved_layout.check_layout(folder, names, adapter_types.find(adapter.type).peft):
-        raise UserError(*problems)
+    raise_if_any(saved_layout.check_layout(folder, names, adapter_types.find(adapter.type).peft))
     with refusals(misfit):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True, torch_device="cpu")
     config: Any = adapted.peft_config["default"]

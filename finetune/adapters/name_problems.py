@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import expert_targets, target_modules, untrainable_layers
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.errors import Problem, nearest, raise_if_any
 from finetune.core.formatting import as_yaml
 from finetune.models import module_lists, module_names
 from finetune.models.module_names import short
@@ -717,5 +717,4 @@ def check(model: PreTrainedModel, adapter: Adapter, known: Names) -> None:
     for name in options.get("modules_to_save") or ():
         storages = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
         refused += coded([name], storages.pop(), adapter.type if kind.storage else "") if storages else []
-    if refused:
-        raise UserError(*refused)
+    raise_if_any(refused)

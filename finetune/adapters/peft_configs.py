@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import expert_targets, target_modules, trainable_parameters
-from finetune.core.errors import UserError
+from finetune.core.errors import raise_if_any
 from finetune.models import module_names
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_rules import rows_beside
@@ -92,8 +92,7 @@ def _train_rows(config: ModelConfig, known: module_names.Names, added: Sequence[
             embeddings (exit 2).
     """
     tied, embedding, head = known.tied, module_names.short(known.embedding), module_names.short(known.head)
-    if found := rows_beside(vars(config), tied, bool(added), embedding, head):
-        raise UserError(*found)
+    raise_if_any(rows_beside(vars(config), tied, bool(added), embedding, head))
     saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has no such key
     if not added or embedding in map(module_names.short, saved):
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.launch_settings import Launch
 from finetune.core import formatting
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.packages import install_extra, installed
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
@@ -61,9 +61,7 @@ def choose_base(
     if storage == "fp8":
         return _asked_for_fp8(mixed_precision.fp8_missing(machine, precision), reopened=against_fp8 is None)
     if storage:
-        problem = missing_package(storage)
-        if problem:
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise_if_any([missing_package(storage)], code=Exit.ENVIRONMENT)
         return Choice(
             storage, "asked for" if requested in QUANTIZED else f"{adapter_type} means a 4-bit base model"
         )
@@ -95,8 +93,7 @@ def _as_stored(stored: Stored, requested: str) -> Choice:
                 code="quantization",
             )
         )
-    if problem := missing_package(stored.storage):
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+    raise_if_any([missing_package(stored.storage)], code=Exit.ENVIRONMENT)
     return Choice(stored.storage, f"as the checkpoint is stored ({stored_weights.DECLARED})")
 
 

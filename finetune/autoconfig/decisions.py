@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig import compilation, cuda_graphs, loss_support, memory_estimate
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.formatting import as_yaml
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -163,7 +163,7 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
         return _with_unknown_layers(spec, speed, work, fused)
     names = ", ".join(sorted(spec.breaks))
     broken = f"PEFT's forward pass of {names} breaks the graph of torch.compile" if names else ""
-    _refuse(compilation.check_graph_breaks(speed.compile, broken))
+    raise_if_any([compilation.check_graph_breaks(speed.compile, broken)], code=Exit.ENVIRONMENT)
     compile = compilation.choose_compile(speed.compile, work._replace(eager=work.eager or broken), hardware)
     gemms = cuda_graphs.layer_gemm_seconds(spec.config, work.tokens, hardware.peak_flops, kind=spec.kind)
     graphs = cuda_graphs.choose(
@@ -178,7 +178,8 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     checkpointing, offload, graphs, plan = cuda_graphs.choose_with_memory(
         graphs, speed, requested, plan, hardware
     )
-    _refuse(compilation.check_cuda_graphs(speed.compile, checkpointing.value, offload.value, work.sharded))
+    conflict = compilation.check_cuda_graphs(speed.compile, checkpointing.value, offload.value, work.sharded)
+    raise_if_any([conflict], code=Exit.ENVIRONMENT)
     if once:
         checkpointing = checkpointing._replace(
             reason=(
@@ -227,11 +228,6 @@ def keeps_of(spec: ModelSpec, parts: int, loss: str, *, fused: bool, compiled: b
     )
 
 
-def _refuse(problem: Problem | None) -> None:
-    if problem:
-        raise UserError(problem, code=Exit.ENVIRONMENT)
-
-
 def _unknown(spec: ModelSpec) -> str:
     return f"finetune does not know the decoder layers of {spec.config.get_text_config().model_type}"
 
@@ -244,19 +240,20 @@ def _with_unknown_layers(spec: ModelSpec, speed: Speed, work: Work, fused: Choic
     """
     reason, off = _unknown(spec), (False, "none", "auto")
     options = ("fused", "compile", "activation_checkpointing", "offload")
-    problems = [
-        Problem(
-            reason,
-            f"speed.{name}",
-            found=as_yaml(getattr(speed, name)),
-            fix=f"speed.{name}: {fix}",
-            code="speed-option",
-        )
-        for name, fix in zip(options, ("auto", "auto", "auto", "none"), strict=True)
-        if getattr(speed, name) not in off and getattr(speed, name) != "optimizer"
-    ]
-    if problems:
-        raise UserError(*problems, code=Exit.ENVIRONMENT)
+    raise_if_any(
+        (
+            Problem(
+                reason,
+                f"speed.{name}",
+                found=as_yaml(getattr(speed, name)),
+                fix=f"speed.{name}: {fix}",
+                code="speed-option",
+            )
+            for name, fix in zip(options, ("auto", "auto", "auto", "none"), strict=True)
+            if getattr(speed, name) not in off and getattr(speed, name) != "optimizer"
+        ),
+        code=Exit.ENVIRONMENT,
+    )
     offload = Choice(speed.offload if speed.offload != "auto" else "none", reason)
     keeps = keeps_of(spec, work.parts, speed.loss, fused=False, compiled=False)
     plan, choice = plan_memory(spec, work, keeps, offload.value), Choice("off", reason)

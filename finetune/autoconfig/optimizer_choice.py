@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from finetune.autoconfig.machine_setup import Setup
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, raise_if_any
 from finetune.core.packages import install_command, install_extra, installed
 from finetune.recipe import train_rules
 from finetune.recipe.schema import Speed, Train
@@ -188,8 +188,7 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
                 code="hardware",
             )
         )
-    if problems:
-        raise UserError(*problems, code=Exit.ENVIRONMENT)
+    raise_if_any(problems, code=Exit.ENVIRONMENT)
 
 
 def known_bytes(optim: str) -> float | None:

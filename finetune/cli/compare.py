@@ -10,7 +10,7 @@ from typing import Any
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 
 CODE = "command-line"
 
@@ -134,8 +134,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         screen = Console(quiet=options.quiet)
         parts = run_diff.run(options.what, other, screen, must_equal=options.assert_equal)
         return {"parts": {part.part: {"summary": part.summary, "rows": part.rows} for part in parts}}
-    if problems := compare_problems(options):
-        raise UserError(*problems)
+    raise_if_any(compare_problems(options))
     recipe = load(argparse.Namespace(recipe=options.what, overrides=options.overrides))
     with located(recipe):
         from finetune.launch import launcher

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.core.errors import Problem, UserError, first_line, nearest
+from finetune.core.errors import Problem, UserError, first_line, nearest, raise_if_any
 
 MOST_GPUS = 1_000_000
 
@@ -24,14 +24,12 @@ def check_types(**given: tuple[object, tuple[type, ...]]) -> None:
     Raises:
         UserError: an argument has another type, or a path holds characters that no path can have (exit 2).
     """
-    problems = [
+    raise_if_any(
         _wrong(name, value, " or ".join(_name(one) for one in types))
         for name, (value, types) in given.items()
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
-    ]
-    if problems:
-        raise UserError(*problems)
-    problems = [
+    )
+    raise_if_any(
         Problem(
             f"the argument `{name}` can't be a path",
             found=repr(str(value))[:200],
@@ -41,9 +39,7 @@ def check_types(**given: tuple[object, tuple[type, ...]]) -> None:
         )
         for name, (value, types) in given.items()
         if Path in types and isinstance(value, str | Path) and not _can_be_encoded(str(value))
-    ]
-    if problems:
-        raise UserError(*problems)
+    )
 
 
 def check_recipe(recipe: object, kind: type) -> None:

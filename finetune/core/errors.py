@@ -123,6 +123,12 @@ class UserError(Exception):
         self.code = code
 
 
+def raise_if_any(problems: Iterable[Problem | None], code: Exit = Exit.INPUT) -> None:
+    """Raise a UserError with all problems, if there are any. `None` is no problem."""
+    if found := [problem for problem in problems if problem]:
+        raise UserError(*found, code=code)
+
+
 def by_line(problems: Sequence[Problem]) -> list[Problem]:
     """Order problems by file and line. Files keep their order, and problems without a line come last."""
     places = [_PLACE.fullmatch(problem.where) for problem in problems]

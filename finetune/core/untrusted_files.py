@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core import config_values, quantization_values, regular_files, safe_files
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
 DOWNLOAD_AGAIN = "download the model again (hf download MODEL --local-dir FOLDER), or use another model"
@@ -44,8 +44,7 @@ def check_files(folder: Path, key: str) -> None:
     for name, look in _LOOKS.items():
         if (folder / name).is_file():
             problems += look(folder / name, key)
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
 
 
 def check_model(folder: Path, key: str) -> None:
@@ -84,8 +83,7 @@ def check_hub(name: str, revision: str, key: str) -> None:
     for file, look in {**_LOOKS, "adapter_config.json": _redirects}.items():
         path = from_hub(name, revision, file)
         problems += look(Path(path), key) if path else ()
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
 
 
 def from_hub(name: str, revision: str, file: str) -> str | None:
@@ -104,8 +102,7 @@ def from_hub(name: str, revision: str, file: str) -> str | None:
 
 def check_links(files: Iterable[Path], key: str) -> None:
     """Refuse links that lead out of their folder (exit 2)."""
-    if problems := list(_links(files, key)):
-        raise UserError(*problems)
+    raise_if_any(_links(files, key))
 
 
 def real_path(path: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.formatting import WARNING
 from finetune.data.encoding import Encoded, Encoder
 from finetune.data.example_errors import BadRows, row_of, shown
@@ -260,8 +260,7 @@ class Audit:
 
     def check_ids(self) -> None:
         """Raise a UserError for token ids that are outside the model's embedding (exit 2)."""
-        if problems := self._beyond():
-            raise UserError(*problems)
+        raise_if_any(self._beyond())
 
     def _look_into(self, example: Example, encoder: Encoder) -> None:
         """Count special tokens written in the content, and reasoning."""
@@ -333,8 +332,7 @@ class Audit:
             problems += self._over("in_validation", ("in_validation",), held_out, expect)
             problems += self._over("no_end_of_turn", ("no_end_of_turn",), report.kept, expect)
         problems += self._nothing_left("data.name", bool(problems))
-        if problems:
-            raise UserError(*problems)
+        raise_if_any(problems)
 
     def check_held_out(self, data: Data) -> None:
         """Check that the validation examples can be used for evaluation (exit 2)."""
@@ -352,8 +350,7 @@ class Audit:
         bad += self._beyond()
         if data.too_long == "error" and "too_long" in self.report.counts:
             bad.append(self._too_long(data))
-        if bad:
-            raise UserError(*bad)
+        raise_if_any(bad)
 
     def _over(self, limit: str, kinds: tuple[str, ...], of: int, expect: Expect) -> list[Problem]:
         """Return the problems if the examples of these kinds exceed the limit, one by one if they are few."""

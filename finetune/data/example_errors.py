@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from finetune.autoconfig import batch_size
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.data import hints, source_loading
 from finetune.data.examples import BadRow
 from finetune.data.first_rows import FirstRows
@@ -184,8 +184,7 @@ def first_rows(data: Data, at_least: int = 0) -> list[str]:
     most = _most_examples(data, splits["data.name"])
     if most is not None and most < at_least and not problems:
         problems.append(batch_size.too_few(most, at_least))
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     count = sum(first.count for first in splits.values())
     said = f"checked the first {FIRST} examples of each source; run `finetune data` to check all"
     if all(first.are_all for first in splits.values()):

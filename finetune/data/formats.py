@@ -19,7 +19,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.errors import Problem, UserError, nearest, raise_if_any
 from finetune.data import hints, message_weights
 from finetune.data.examples import BadRow, Example, Message, Row, short
 from finetune.data.json_values import has_too_many_values, too_many_values
@@ -342,8 +342,7 @@ def _check_columns(row: Row, data: Data) -> None:
                     code="data-format",
                 )
             )
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
 
 
 def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> str:

@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.data import read_limits, readers, source_loading
 from finetune.data.audit import Audit
@@ -169,8 +169,7 @@ def check(data: Data) -> None:
                     code="recipe-conflict",
                 )
             )
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
 
 
 class BlockSettings(NamedTuple):

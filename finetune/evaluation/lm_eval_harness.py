@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.core import packages, standard_streams, upstream_private
-from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.errors import Exit, Problem, UserError, first_line, raise_if_any
 from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
 from finetune.models import model_files, token_limits
@@ -201,8 +201,7 @@ def _theirs(name: str) -> str | dict[str, Any]:
 def _loaded(manager: TaskManager, specs: list[Any]) -> dict[str, Any]:
     """Load lm-eval's tasks by name, and convert its errors to UserErrors."""
     named = [name for name in specs if isinstance(name, str)]
-    if problems := tasks.unknown(named, set(manager.all_tasks)):
-        raise UserError(*problems)
+    raise_if_any(tasks.unknown(named, set(manager.all_tasks)))
     try:
         return manager.load(specs)["tasks"]
     except ImportError as error:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.core import strict_yaml, untrusted_files
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.paths import can_be_path, similar_files
 from finetune.data import template_sandbox
 from finetune.data.example_errors import FIRST
@@ -54,8 +54,7 @@ def config(path: Path) -> dict[str, Any]:
         explained = recipe_errors.explain(error, {"task": rest}, where, known, under=("task",))
         raise UserError(*problems, *explained) from None
     problems += _option_problems(task, str(path))
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     made = task.model_dump(exclude_none=True, exclude_unset=True, exclude=set(task_keys.UNUSED))
     choices = made.get("doc_to_choice") is not None
     for key in RENDERED:
@@ -173,8 +172,7 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
                 code="eval-task",
             )
         ) from None
-    if document.problems:
-        raise UserError(*document.problems)
+    raise_if_any(document.problems)
     own = document.value
     if not isinstance(own, dict):
         raise UserError(

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from finetune.core import packages, paths, shipped_files, strict_yaml
-from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.data import source_loading, template_sandbox
 from finetune.data.encoding import without_thinking
 from finetune.data.examples import BadRow
@@ -162,8 +162,7 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
                     code="eval-task",
                 )
             )
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     lacking = None
     if settings.tasks and find_spec("lm_eval") is None:
         lacking = Problem(
@@ -181,8 +180,7 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
             fix=f"eval.engine: hf, or {packages.install_command('vllm')}",
             code="package-missing",
         )
-    if lacking:
-        raise UserError(lacking, code=Exit.ENVIRONMENT)
+    raise_if_any([lacking], code=Exit.ENVIRONMENT)
     return metrics
 
 
@@ -242,11 +240,8 @@ def check_names(settings: Eval) -> None:
     files = {name: [path for root in roots for path in _files_of(root, name)] for name in names}
     if unseen := [name for name in names if not files[name]]:
         known = frozenset[str]().union(*map(stated_names, roots))
-        if problems := unknown(unseen, known):
-            raise UserError(*problems)
-    lacking = [task_packages.missing(name, files[name]) for name in names]
-    if found := [problem for problem in lacking if problem]:
-        raise UserError(*found, code=Exit.ENVIRONMENT)
+        raise_if_any(unknown(unseen, known))
+    raise_if_any((task_packages.missing(name, files[name]) for name in names), code=Exit.ENVIRONMENT)
 
 
 def _files_of(root: Path, name: str) -> list[Path]:
@@ -397,8 +392,7 @@ def read(path: str) -> Task | None:
         )
     if task.pattern is not None:
         problems += limited_patterns.problems(task.pattern, "pattern", path)
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     return task
 
 
@@ -455,8 +449,7 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
                 f"{more:,} more examples of task {task.task} have problems", where=name, code="data-example"
             )
         ]
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.formatting import listed
 from finetune.data import template_sandbox
 from finetune.evaluation import tasks
@@ -89,8 +89,7 @@ def check(
                 f"than {longest:,} tokens, the model's maximum. lm-eval cuts the start of these prompts"
             )
     problems += _of_lm_eval(settings, tokenizer, rows, date, with_hub)
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     return notes
 
 

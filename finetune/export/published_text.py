@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, raise_if_any
 from finetune.core.paths import local_path
 from finetune.distributed import recorded_variables
 from finetune.hub import client
@@ -161,8 +161,7 @@ def refuse_secrets(files: dict[str, Path]) -> None:
                     code="publish-secret",
                 )
             )
-    if found:
-        raise UserError(*found)
+    raise_if_any(found)
 
 
 def text_of(path: Path) -> str:

@@ -20,7 +20,7 @@ from peft import PeftModel
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.core import model_config, safe_files, shipped_files
-from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.errors import Exit, Problem, UserError, first_line, raise_if_any
 from finetune.core.privacy import masked
 from finetune.data import encoding
 from finetune.data.encoding import Encoded
@@ -372,8 +372,7 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
                 code="export",
             )
         )
-    if problems:
-        raise UserError(*problems, code=Exit.ARTIFACT)
+    raise_if_any(problems, code=Exit.ARTIFACT)
 
 
 def write_report(folder: Path, name: str, report: dict[str, Any]) -> None:

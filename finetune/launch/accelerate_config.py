@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from finetune.core import regular_files, strict_yaml, upstream_private
-from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.core.formatting import as_yaml
 from finetune.core.packages import install_extra, installed
 
@@ -103,8 +103,7 @@ def read(path: Path) -> dict[str, Any]:
                 )
             )
     problems = strict_yaml.parse(text, str(path)).problems
-    if twice := [problem for problem in problems if problem.what == strict_yaml.TWICE]:
-        raise UserError(*twice)
+    raise_if_any([problem for problem in problems if problem.what == strict_yaml.TWICE])
     return made
 
 
@@ -146,7 +145,7 @@ def check_one_machine(path: Path) -> None:
     }
     reasons = dict.fromkeys(addresses, "this launch must use only this machine")
     reasons |= dict.fromkeys(folders, "this launch must not name a folder to write into")
-    problems = [
+    raise_if_any(
         Problem(
             reasons[key],
             key,
@@ -156,9 +155,7 @@ def check_one_machine(path: Path) -> None:
             code=CODE,
         )
         for key, value in {**addresses, **folders}.items()
-    ]
-    if problems:
-        raise UserError(*problems)
+    )
 
 
 def _missing_package(given: dict[str, Any], where: str) -> Problem | None:

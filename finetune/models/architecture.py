@@ -18,7 +18,7 @@ from typing import Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
 from finetune.core import model_config, packages, regular_files, untrusted_files
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.paths import local_path
 from finetune.kernels.kernel_limits import (
     EXPERTS_STORAGES,
@@ -119,9 +119,7 @@ def config_in(path: Path) -> Any:
     """Read a model's config.json with `as_config`. Damaged files and wrong types are errors (exit 2)."""
     try:
         raw = regular_files.read_json(path, "model.name")
-        problems = list(untrusted_files.problems_of_config(raw, path, "model.name"))
-        if problems:
-            raise UserError(*problems)
+        raise_if_any(untrusted_files.problems_of_config(raw, path, "model.name"))
         return as_config(raw)
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.core.weight_files import DOWNLOAD, find_weight_files
 from finetune.quantization import four_bit_state, stored_tensors, stored_weights
@@ -93,8 +93,7 @@ def check_quantized(folder: Path, declared: dict[str, Any]) -> dict[str, StoredT
         UserError: a scale is missing or does not fit, or a file is damaged (exit 2).
     """
     found = stored(folder)
-    if wrong := stored_tensors.problems(stored_weights.format_of(declared), declared, found):
-        raise UserError(*wrong)
+    raise_if_any(stored_tensors.problems(stored_weights.format_of(declared), declared, found))
     return found
 
 

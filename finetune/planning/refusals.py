@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune.autoconfig import launch_settings, loss_support, machine_setup, optimizer_choice
-from finetune.core.errors import UserError
+from finetune.core.errors import raise_if_any
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
 from finetune.hardware.detection import Hardware
@@ -27,17 +27,14 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     model_checks.check_model(recipe)
     found = architecture.read(recipe.model)
     with launch_environment.under(dict(by.variables)):
-        problems = adapter_names.check_names(recipe, found.names, found.config)
-    if problems:
-        raise UserError(*problems)
+        raise_if_any(adapter_names.check_names(recipe, found.names, found.config))
     if by.sharing > 1:
         launch_conflicts.check_window(found.config)
     sections = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
     with launch_environment.under(dict(by.variables)):
         contradictions = launch_conflicts.check_setup(machine, *sections)
-        contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
-        if contradictions:
-            raise UserError(*contradictions)
+        shares = processes // by.sharing
+        raise_if_any(contradictions + launch_conflicts.deepspeed_values(recipe.train, shares))
     launched = sharding_cost.launched(by, processes, launch_settings.read(machine).precision)
     none = Choice("", "")
     optimizer_choice.check(recipe.train, recipe.speed, machine_setup.Setup(machine, launched, none, none))

@@ -18,7 +18,7 @@ from finetune.autoconfig import (
     packing_support,
 )
 from finetune.core import packages
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.model_config import ModelConfig
 from finetune.core.paths import on_the_hub
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
@@ -164,8 +164,7 @@ def _trial(recipe: Recipe) -> list[str]:
     if not folder.is_dir() or not adapter_trial.is_needed(recipe):
         return []
     problems = adapter_trial.check_on_meta(recipe, folder)
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems or [])
     if problems is None:
         return ["adapter: PEFT checks the adapter only on real weights, so only the run can check it"]
     return ["adapter: PEFT accepts the adapter on the model without weights"]
@@ -396,8 +395,7 @@ def _adapter(recipe: Recipe) -> list[str]:
         layers = {**listed.names.linear_shapes, **listed.names.tower_linear_shapes}
         widths = {name: inputs for name, (_, inputs) in layers.items()}
         qat.check_group_size(recipe.speed.qat, widths)
-    if problems := adapter_names.check_names(recipe, listed.names, config):
-        raise UserError(*problems)
+    raise_if_any(adapter_names.check_names(recipe, listed.names, config))
     kind = adapter_types.find(recipe.adapter.type)
     options = {**recipe.adapter.options(), **kind.sets}
     resolved = expert_targets.resolve(options, listed.names, kind.peft)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from finetune.autoconfig import attention_choice, batch_size, launch_settings
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.formatting import as_yaml
 from finetune.core.model_config import ModelConfig
 from finetune.core.packages import install_extra, installed
@@ -64,8 +64,7 @@ def check(
     Raises:
         UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
     """
-    if found := check_setup(machine, adapter, model, data, speed, every):
-        raise UserError(*found)
+    raise_if_any(check_setup(machine, adapter, model, data, speed, every))
     package, extra = accelerate_config.FP8_PACKAGES.get(fp8().kind, ("torch", ""))
     if not installed(package):
         what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
@@ -634,8 +633,7 @@ def check_launch(recipe: Recipe) -> None:
             )
         )
     processes = launch_settings.read().processes
-    if problems := deepspeed_values(recipe.train, processes):
-        raise UserError(*problems)
+    raise_if_any(deepspeed_values(recipe.train, processes))
     if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:
         raise UserError(
             Problem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, raise_if_any
 from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check(recipe: Recipe, report: Report) -> None:
         ),
     }
     where = report.places["weighted"][0]
-    problems = [
+    raise_if_any(
         Problem(
             "this setting does not support the weights of the loss in the data",
             key,
@@ -51,6 +51,4 @@ def check(recipe: Recipe, report: Report) -> None:
         )
         for key, (found, why, fix) in conflicts.items()
         if found
-    ]
-    if problems:
-        raise UserError(*problems)
+    )

@@ -11,7 +11,7 @@ from finetune.autoconfig import (
     optimizer_choice,
 )
 from finetune.autoconfig.machine_setup import Setup
-from finetune.core.errors import UserError
+from finetune.core.errors import raise_if_any
 from finetune.core.model_config import ModelConfig
 from finetune.recipe.schema import Recipe
 
@@ -28,6 +28,5 @@ def check(recipe: Recipe, config: ModelConfig, setup: Setup) -> None:
     given = recipe.train.passed_on()
     data_loader.loader_of_launch(setup.hardware, given)
     mixed_precision.check_tf32(given.get("tf32"), setup.hardware)
-    if problems := loss_support.check_recipe(recipe, config):
-        raise UserError(*problems)
+    raise_if_any(loss_support.check_recipe(recipe, config))
     loss_support.check_machine(recipe.speed.loss, setup.hardware, setup.launch.precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune.autoconfig import base_quantization
-from finetune.core.errors import Exit, UserError
+from finetune.core.errors import Exit, raise_if_any
 from finetune.core.model_config import ModelConfig
 from finetune.models import architecture, model_class, model_files
 from finetune.quantization import stored_weights
@@ -19,8 +19,8 @@ def check_model(recipe: Recipe) -> None:
     config = architecture.config_in(path)
     model_class.check(config)
     stored = stored_weights.read(config)
-    if stored and (found := stored_weights.conflicts(stored, recipe)):
-        raise UserError(*found)
+    if stored:
+        raise_if_any(stored_weights.conflicts(stored, recipe))
 
 
 def check_stored(recipe: Recipe, config: ModelConfig) -> Stored | None:
@@ -32,8 +32,7 @@ def check_stored(recipe: Recipe, config: ModelConfig) -> Stored | None:
     stored = stored_weights.read(config)
     if stored is None:
         return None
-    if found := stored_weights.conflicts(stored, recipe):
-        raise UserError(*found)
-    if stored.stays and (missing := base_quantization.missing_package(stored.storage)):
-        raise UserError(missing, code=Exit.ENVIRONMENT)
+    raise_if_any(stored_weights.conflicts(stored, recipe))
+    if stored.stays:
+        raise_if_any([base_quantization.missing_package(stored.storage)], code=Exit.ENVIRONMENT)
     return stored

@@ -16,7 +16,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.recipe import qat_rules
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def torchao_config(section: Qat) -> Any:
     Raises:
         UserError: torchao is not installed (exit 3).
     """
-    absent = qat_rules.missing()
-    if absent:
-        raise UserError(absent, code=Exit.ENVIRONMENT)
+    raise_if_any([qat_rules.missing()], code=Exit.ENVIRONMENT)
     import torch
     from torchao import quantization
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.command_lines import command
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.folder_search import match_paths
 from finetune.recipe import adapter_types, build, command_line_overrides, recipe_errors, renames
 from finetune.recipe.renames import meant
@@ -102,8 +102,7 @@ def _build(
         recipe = build.sections(kind)["recipe"].model_validate(raw)
     except ValidationError as error:
         problems += recipe_errors.explain(error, raw, origin.where, build.known_keys())
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     recipe._origin = origin
     return recipe
 

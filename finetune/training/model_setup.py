@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import attach, initialization
-from finetune.core.errors import UserError, stage
+from finetune.core.errors import raise_if_any, stage
 from finetune.models import loading, model_files, module_names, router_loss, tokenizer_setup
 from finetune.preflight import adapter_names, gradient_probe
 from finetune.quantization import qat
@@ -22,8 +22,7 @@ def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:
     base = loading.load(recipe.model, setup, str(data.arguments.device), checks)
     names = module_names.of_model(base)
     storage, kind = setup.storage.value, recipe.adapter.type
-    if problems := adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind):
-        raise UserError(*problems)
+    raise_if_any(adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind))
     router_loss.check(base.config, data.arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, checks)
     batches = partial(initialization.calibration, data.prepared.train, base.device)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pydantic import Field, PrivateAttr, ValidationError
 
 from finetune.core import paths, shipped_files, strict_yaml
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.errors import Problem, UserError, nearest, raise_if_any
 from finetune.core.packages import installed
 from finetune.experiments.runner import varied_keys
 from finetune.launch import accelerate_config, launcher
@@ -221,9 +221,7 @@ def read(path: Path) -> AblationFile:
         known = _known_keys(document.value.get("optimizations"))
         raise UserError(*recipe_errors.explain(error, document.value, document.where, known)) from None
     file._where = document.where
-    problems = _measure_problems(file) + _set_problems(file) + _order_problems(file)
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(_measure_problems(file) + _set_problems(file) + _order_problems(file))
     return file
 
 
@@ -310,8 +308,7 @@ def check_values(file: AblationFile, kind: str) -> None:
         except ValidationError as error:
             said = recipe_errors.explain(error, raw, {tuple(path): at}, build.known_keys())
             problems += [one for one in said if f"{one.key}.".startswith(f"{key}.")]
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
 
 
 def _order_problems(file: AblationFile) -> list[Problem]:

@@ -34,7 +34,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from finetune.core import progress, safe_files
 from finetune.core.console import Console
-from finetune.core.errors import Exit, Problem, UserError, first_line, in_one_line, nearest
+from finetune.core.errors import Exit, Problem, UserError, first_line, in_one_line, nearest, raise_if_any
 from finetune.data import source_loading
 from finetune.distributed import collectives
 from finetune.experiments.comparison import comparison_report
@@ -225,8 +225,7 @@ def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
             found.append(
                 Entrant(name, *adapter_types.rate_for(name, own.adapter.type, own.train.learning_rate))
             )
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     return found
 
 

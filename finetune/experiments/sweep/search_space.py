@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from finetune.autoconfig.batch_size import count_steps, split_batch, steps_between
 from finetune.core import paths, strict_yaml
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.errors import Problem, UserError, nearest, raise_if_any
 from finetune.experiments.runner import varied_keys
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.recipe_errors import Where
@@ -101,8 +101,7 @@ def read(path: Path) -> Space:
         UserError: the space has problems. The error lists all of them (exit 2).
     """
     space, problems = parse(path)
-    if problems:
-        raise UserError(*problems)
+    raise_if_any(problems)
     return space
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.core.console import quieten_libraries
-from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.experiments.runner.varied_keys import text_of
 from finetune.experiments.sweep.search_space import (
     TYPE,
@@ -75,8 +75,7 @@ def prepare(requested: SweepRequest) -> tuple[Recipe, Looked]:
             found = pool.submit(_look, requested.path, requested.overrides, space, bool(wrong)).result()
     except UserError as error:
         raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
-    if wrong:
-        raise UserError(*wrong)
+    raise_if_any(wrong)
     choice_checks.pinned(recipe)
     return recipe, found
 
