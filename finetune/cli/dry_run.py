@@ -14,6 +14,7 @@ from finetune.core.formatting import WARNING
 from finetune.data import preview
 from finetune.launch import launcher
 from finetune.planning import plan_report, planned_machine
+from finetune.recipe import adapter_types
 from finetune.recipe.schema import Recipe
 
 
@@ -35,6 +36,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
     quieten_libraries()
     from finetune.training import start_checks
 
+    notes = [*recipe.origin.notices, *notes, *adapter_types.advice(recipe)]
     screen.note(*(note for note in notes if not note.startswith(WARNING)))  # the plan prints warnings
     with progress.phase(screen, "preparing the data"):
         start = start_checks.check_start(recipe, options.resume, launches=bool(options.accelerate))

@@ -73,10 +73,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         if main and recipe.publish.repo:
             notes += after_training.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
-            said_later = {*recipe.origin.notices, *checker.advice(recipe)}
             of_modules = "adapter.target_modules: "  # the run says these notes of the loaded model
-            shown = (note for note in notes if note not in said_later and not note.startswith(of_modules))
-            Console().note(*shown)
+            Console().note(*(note for note in notes if not note.startswith(of_modules)))
         quieten_libraries()
 
         with fast_imports(quiet=options.quiet):

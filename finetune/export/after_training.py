@@ -13,7 +13,7 @@ from finetune.core.privacy import masked
 from finetune.core.visible_text import visible
 from finetune.export import publishing, staged_files
 from finetune.hub import client
-from finetune.preflight import checker
+from finetune.preflight import publish_target
 from finetune.recipe.schema import Publish
 from finetune.run_folder.run_folder import RunFolder
 
@@ -32,7 +32,7 @@ def check(section: Publish, model: str) -> list[str]:
     """
     if section.repo is None:
         return []
-    checker.check_names(section)
+    publish_target.check_names(section)
     try:
         repo, notes = client.prepare(section.repo, private=section.private, revision=section.revision)
     except UserError as error:

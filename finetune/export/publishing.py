@@ -20,7 +20,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.export import base_model, model_card, published_text, staged_files
 from finetune.hub import client
-from finetune.preflight import checker, publish_target
+from finetune.preflight import publish_target
 from finetune.recipe.schema import Publish, Recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -52,7 +52,7 @@ def run(
     folder, screen = run_folder.open_run(path), screen or Console(quiet=True)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
     section = recipe.publish
-    checker.check_names(section)
+    publish_target.check_names(section)
     if not dry_run and publish_target.of_file(recipe):
         raise UserError(
             publish_target.problem(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from finetune.quantization import four_bit_state, qat, stored_weights
 from finetune.quantization.stored_tensors import PACKED
 from finetune.recipe import adapter_types, upstream_options
 from finetune.recipe.renames import meant
-from finetune.recipe.schema import Model, Publish, Recipe
+from finetune.recipe.schema import Model, Recipe
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 
@@ -69,33 +70,28 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
         with_weights: refuse a model folder without weights.
 
     Returns:
-        Notes on parts that could not be checked here, and advice.
+        Notes on parts that could not be checked here.
 
     Raises:
         UserError: every problem found; exit 2, or 3 if only packages are missing.
     """
-    notes = list(recipe.origin.notices)
-    problems: list[Problem] = []
-    packages: list[Problem] = []
-    looks = [_model, _weights] if with_weights else [_model]
-    looks += [_data, _steps, _packing, _adapter, _tasks, _trackers, _publish]
-    for look in looks:
-        try:
-            notes += look(recipe)
-        except UserError as error:
-            (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
-    problems += optimizer_choice.check_settings(
-        recipe.train, adapter_types.find(recipe.adapter.type).learning_rate
+    config, errors = _config(recipe.model), list[UserError]()
+    notes = _collect(
+        errors,
+        partial(_model, recipe),
+        *([partial(model_files.check_weights, recipe.model)] if with_weights else []),
+        partial(_data, recipe),
+        partial(_steps, recipe),
+        partial(_packing, recipe, config),
+        partial(_adapter, recipe, config),
+        partial(_tasks, recipe, config),
+        partial(_trackers, recipe),
+        partial(publish_target.check_names, recipe.publish),
+        partial(_settings, recipe, config),
+        partial(_packages, recipe),
     )
-    packages += package_checks.missing_packages(recipe)
-    graphs = compilation.check_cuda_graphs(
-        recipe.speed.compile, recipe.speed.activation_checkpointing, recipe.speed.offload
-    )
-    problems += [graphs] if graphs else []
-    problems += loss_support.check_recipe(recipe, _config(recipe.model))
-    if problems or packages:
-        raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
-    return [*notes, *advice(recipe), *rounded(recipe)]
+    _raise_all(errors)
+    return [*notes, *rounded(recipe)]
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -104,31 +100,39 @@ def check(recipe: Recipe) -> list[str]:
     Raises:
         UserError: every problem found; exit 2, or 3 if only the environment is wrong.
     """
-    notes: list[str] = []
-    problems: list[Problem] = []
-    lacking: list[Problem] = []
-    refused = set[str]()
-    for look in (
-        check_without_examples,
-        publish_target.check_recipe,
-        _first_examples,
-        token_checks.check,
-        _cache_folder,
-        _output_folder,
-    ):
-        if look is token_checks.check and (
-            "_first_examples" in refused or any(one.key == "model.name" for one in problems)
-        ):
-            continue  # the examples or the files of the tokenizer have been refused already
-        try:
-            notes += look(recipe)
-        except UserError as error:
-            refused.add(look.__name__)
-            of_kind = lacking if error.code == Exit.ENVIRONMENT else problems
-            of_kind += [problem for problem in error.problems if problem not in of_kind]
-    if problems or lacking:
-        raise UserError(*problems, *lacking, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
+    errors = list[UserError]()
+    first = partial(check_without_examples, recipe), partial(publish_target.check_recipe, recipe)
+    notes = [*recipe.origin.notices, *_collect(errors, *first), *adapter_types.advice(recipe)]
+    wrong = (problem for error in errors if error.code != Exit.ENVIRONMENT for problem in error.problems)
+    is_refused = any(problem.key == "model.name" for problem in wrong)
+    notes += _collect(
+        errors,
+        # Refused files of a tokenizer would be refused again
+        partial(_first_examples if is_refused else _encoded_examples, recipe),
+        partial(_cache_folder, recipe),
+        partial(_output_folder, recipe),
+    )
+    _raise_all(errors)
     return [*notes, *_trial(recipe), *_machine(recipe)]
+
+
+def _collect(errors: list[UserError], *checks: Callable[[], list[str] | None]) -> list[str]:
+    """Run all checks and return their notes. Collect the errors that they raise in `errors`."""
+    notes = []
+    for check in checks:
+        try:
+            notes += check() or []
+        except UserError as error:
+            errors.append(error)
+    return notes
+
+
+def _raise_all(errors: list[UserError]) -> None:
+    """Raise all problems of some errors together: exit 2, or 3 if only the environment is wrong."""
+    errors = sorted(errors, key=lambda error: error.code == Exit.ENVIRONMENT)
+    problems = dict.fromkeys(problem for error in errors for problem in error.problems)
+    is_environment = all(error.code == Exit.ENVIRONMENT for error in errors)
+    raise_if_any(problems, code=Exit.ENVIRONMENT if is_environment else Exit.INPUT)
 
 
 def _first_examples(recipe: Recipe) -> list[str]:
@@ -138,10 +142,13 @@ def _first_examples(recipe: Recipe) -> list[str]:
     return notes + example_errors.first_rows(recipe.data, at_least)
 
 
-def _cache_folder(recipe: Recipe) -> list[str]:
+def _encoded_examples(recipe: Recipe) -> list[str]:
+    return _first_examples(recipe) + token_checks.check(recipe)
+
+
+def _cache_folder(recipe: Recipe) -> None:
     if not recipe.data.streaming:
         prepared_cache.check_makeable(recipe.data)
-    return []
 
 
 def _output_folder(recipe: Recipe) -> list[str]:
@@ -208,11 +215,6 @@ def refused_here(error: UserError) -> list[str]:
     return [f"train would stop {place}: {': '.join(filter(None, texts))}" for texts in shown]
 
 
-def advice(recipe: Recipe) -> list[str]:
-    """Return advice about the adapter."""
-    return adapter_types.advice(recipe)
-
-
 def rounded(recipe: Recipe) -> list[str]:
     """Return a warning if this launch rounds IA3's factors by more than the learning rate changes them."""
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
@@ -248,12 +250,6 @@ def _modules(section: Model, config: ModelConfig) -> list[str]:
     return [*names.kinds, *names.tower_kinds]
 
 
-def _weights(recipe: Recipe) -> list[str]:
-    """Check the files of weights, which training needs and data preparation does not."""
-    model_files.check_weights(recipe.model)
-    return []
-
-
 def _data(recipe: Recipe) -> list[str]:
     data = recipe.data
     notes = []
@@ -283,7 +279,7 @@ def _data(recipe: Recipe) -> list[str]:
     return notes
 
 
-def _steps(recipe: Recipe) -> list[str]:
+def _steps(recipe: Recipe) -> None:
     """Check the number of steps. For a stream of examples, only the recipe gives it."""
     batch_size.check_warm_up(recipe.train, recipe.train.max_steps)
     if recipe.data.streaming:
@@ -291,24 +287,21 @@ def _steps(recipe: Recipe) -> list[str]:
 
         batch_size.steps_of_stream(recipe.train)
         streaming.check(recipe.data)
-    return []
 
 
-def _packing(recipe: Recipe) -> list[str]:
+def _packing(recipe: Recipe, config: ModelConfig | None) -> None:
     """Check that the model supports packed examples."""
-    if config := _config(recipe.model):
+    if config:
         packing_support.check(config, recipe.data, recipe.train, recipe.model.attention)
-    return []
 
 
-def _tasks(recipe: Recipe) -> list[str]:
+def _tasks(recipe: Recipe, config: ModelConfig | None) -> None:
     """Check the files, packages and metrics of the evaluation, and the auxiliary loss of a router."""
-    if (config := _config(recipe.model)) is not None:
+    if config:
         router_loss.check(config, recipe.train.passed_on().get("router_aux_loss_coef"))
     if recipe.eval.tasks:
         from finetune.evaluation import tasks  # imports for 0.1 s, and most recipes have no tasks
 
-        config = _config(recipe.model)
         longest = token_limits.positions(config) if config else None
         tasks.check_metric(recipe.eval, tasks.check(recipe.eval, longest))
         tasks.check_names(recipe.eval)
@@ -316,7 +309,23 @@ def _tasks(recipe: Recipe) -> list[str]:
         from finetune.evaluation import tasks
 
         tasks.general_texts(recipe.eval)
-    return []
+
+
+def _settings(recipe: Recipe, config: ModelConfig | None) -> None:
+    """Check settings of the optimizer, CUDA graphs and the loss."""
+    speed = recipe.speed
+    graphs = compilation.check_cuda_graphs(speed.compile, speed.activation_checkpointing, speed.offload)
+    rates = adapter_types.find(recipe.adapter.type).learning_rate
+    wrong = [
+        *optimizer_choice.check_settings(recipe.train, rates),
+        graphs,
+        *loss_support.check_recipe(recipe, config),
+    ]
+    raise_if_any(wrong)
+
+
+def _packages(recipe: Recipe) -> None:
+    raise_if_any(package_checks.missing_packages(recipe), code=Exit.ENVIRONMENT)
 
 
 def _config(section: Model) -> Any:
@@ -380,11 +389,10 @@ def _tracker_installed(name: str) -> bool:
     return packages.installed(TRACKERS.get(name, (name, name))[0])
 
 
-def _adapter(recipe: Recipe) -> list[str]:
+def _adapter(recipe: Recipe, config: ModelConfig | None) -> list[str]:
     """Check `adapter.init_from`, and compare the names in `adapter:` with the modules of a local model."""
     folder = Path(recipe.model.name)
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
-    config = _config(recipe.model)
     notes += _tokens_of_source(recipe, config)
     if not folder.is_dir() or config is None:
         return notes
@@ -410,12 +418,13 @@ def _adapter(recipe: Recipe) -> list[str]:
     ]
 
 
-def _tokens_of_source(recipe: Recipe, config: ModelConfig) -> list[str]:
+def _tokens_of_source(recipe: Recipe, config: ModelConfig | None) -> list[str]:
     """Compare the added tokens of a local adapter to continue from with the tokens of a local base model."""
-    source, known = recipe.adapter.source, None
-    if source and Path(source).exists() and config:
-        known = tokenizer_setup.read_vocabulary(recipe.model)
-    rows = getattr(config.get_text_config(), "vocab_size", None) if known else None
+    source = recipe.adapter.source
+    if not (source and Path(source).exists() and config):
+        return []
+    known = tokenizer_setup.read_vocabulary(recipe.model)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
     if known is None or rows is None:
         return []
     return continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, known, rows)
@@ -445,16 +454,3 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     }
     checkpoint_headers.check_shapes(whole, listed.names.shapes)
     return listed
-
-
-def _publish(recipe: Recipe) -> list[str]:
-    check_names(recipe.publish)
-    return []
-
-
-def check_names(section: Publish) -> None:
-    """Check the form of the names in `publish:`, without the network."""
-    for key in ("repo", "base_model"):
-        name = getattr(section, key)
-        if name is not None:
-            client.check_name(name, f"publish.{key}")

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.hub import client
 from finetune.recipe.schema import Publish, Recipe
 
 RESOLVED = "recipe.resolved.yaml"
@@ -20,6 +21,14 @@ def check_recipe(recipe: Recipe) -> list[str]:
     raise UserError(
         problem(recipe, f"add `publish.repo=null` to the command; to publish to this place, add `{named}`")
     )
+
+
+def check_names(section: Publish) -> None:
+    """Check the form of the names in `publish:`, without the network."""
+    for key in ("repo", "base_model"):
+        name = getattr(section, key)
+        if name is not None:
+            client.check_name(name, f"publish.{key}")
 
 
 def of_file(recipe: Recipe) -> dict[str, Any]:

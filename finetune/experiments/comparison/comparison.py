@@ -251,7 +251,9 @@ def introduce(jobs: list[ComparedRun], requested: ComparisonRequest, screen: Con
     first = [job for job in jobs if job.seed == jobs[0].seed]
     rows = [(job.entrant.type, f"{job.entrant.rate:g}", job.entrant.why) for job in first]
     screen.table(f"{len(jobs)} runs in {requested.folder}", ("type", "learning rate", "source"), rows)
-    notes = [note for job in first for note in (*job.recipe.origin.notices, *checker.advice(job.recipe))]
+    notes = [
+        note for job in first for note in (*job.recipe.origin.notices, *adapter_types.advice(job.recipe))
+    ]
     if requested.seeds > 1 and jobs[0].recipe.data.validation_fraction:
         notes.append(
             "data.validation_fraction: each seed has another validation set, which makes the scores vary more"

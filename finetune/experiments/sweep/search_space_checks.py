@@ -24,7 +24,7 @@ from finetune.experiments.sweep.search_space import (
     parse,
 )
 from finetune.preflight import checker, choice_checks
-from finetune.recipe import build, loader
+from finetune.recipe import adapter_types, build, loader
 from finetune.recipe.schema import Recipe
 from finetune.training import load_data
 
@@ -99,7 +99,8 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
             machine can run none of the choices of a key (exit 3).
     """
     recipe = loader.load(path, given)
-    notes = checker.check_without_examples(recipe)
+    checked = checker.check_without_examples(recipe)
+    notes = [*recipe.origin.notices, *checked, *adapter_types.advice(recipe)]
     device = choice_checks.setup_of(recipe).hardware.device
     lacking = corners(path, given, recipe, space)
     if refused:
