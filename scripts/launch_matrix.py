@@ -26,7 +26,6 @@ from finetune.models import module_names
 from finetune.models.module_names import Names
 from finetune.preflight import adapter_names, launch_conflicts
 from finetune.recipe import loader
-from finetune.recipe.schema import Data, Model, Speed
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -97,10 +96,10 @@ def cell(config: Path, kind: str, base: str) -> str:
         base = {"bf16": "auto"}.get(base, base)  # fp32 there
     attention = "sdpa" if "context" in config.stem else "auto"
     stored: Any = {"bf16": "none", EXPERTS: "none" if kind == "lora" else "auto"}.get(base, base)
-    model, data = Model(name="m", attention=attention, quantization=stored), Data(name="d")
+    given = [f"adapter.type={kind}", f"model.quantization={stored}", f"model.attention={attention}"]
     try:
         with launched(config):
-            found = launch_conflicts.problems(machine, kind, model, data, Speed())
+            found = launch_conflicts.check_all(loader.load(QUICKSTART, given), machine)
             found = found or (on_experts(kind, stored) if base == EXPERTS else [])
             if not found:
                 started = launch_settings.read(machine)
@@ -140,7 +139,7 @@ def refused() -> dict[str, str]:
     for kind in ("TP", "SP"):
         asked = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{kind}_SIZE": 2}
         with patch_environment(**asked):
-            (problem,) = launch_conflicts.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
+            (problem,) = launch_conflicts.check_all(loader.load(QUICKSTART), EIGHT)
         made[f"parallelism_config_{kind.lower()}_size: 2"] = reason(problem)
     (problem,) = accelerate_config.check_values({"distributed_type": "MEGATRON_LM"}, "")
     return {**made, "distributed_type: MEGATRON_LM": reason(problem)}

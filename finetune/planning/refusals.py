@@ -30,9 +30,8 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         raise_if_any(adapter_names.check_names(recipe, found.names, found.config))
     if by.sharing > 1:
         launch_conflicts.check_window(found.config)
-    sections = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
     with launch_environment.under(dict(by.variables)):
-        contradictions = launch_conflicts.check_setup(machine, *sections)
+        contradictions = launch_conflicts.check_all(recipe, machine)
         shares = processes // by.sharing
         raise_if_any(contradictions + launch_conflicts.deepspeed_values(recipe.train, shares))
     launched = sharding_cost.launched(by, processes, launch_settings.read(machine).precision)

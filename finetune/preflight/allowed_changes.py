@@ -22,17 +22,14 @@ def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
     if section not in ("model", "speed", "adapter") or not value:
         return True
     raw[section] = {**raw.get(section, {}), name: value}
-    kind, speed = raw["adapter"]["type"], Speed.model_validate(raw.get("speed", {}))
-    model = Model.model_validate(raw["model"])
-    by_launch = launch_conflicts.problems(setup.hardware, kind, model, recipe.data, speed)
+    model, speed = Model.model_validate(raw["model"]), Speed.model_validate(raw.get("speed", {}))
+    adapter = recipe.adapter.model_copy(update={"type": raw["adapter"]["type"]})
+    changed = recipe.model_copy(update={"model": model, "speed": speed, "adapter": adapter})
     again = speed.activation_checkpointing
     graphs = compilation.check_cuda_graphs(speed.compile, again, speed.offload, setup.launch.sharded)
-    if (
-        by_launch
-        or graphs
-        or adapter_rules.conflicts(raw)
-        or base_quantization.missing_package(model.quantization)
-    ):
+    lacking = base_quantization.missing_package(model.quantization)
+    by_launch = launch_conflicts.check_all(changed, setup.hardware)
+    if by_launch or graphs or lacking or adapter_rules.conflicts(raw):
         return False
     try:
         optimizer_choice.check(recipe.train, speed, setup)

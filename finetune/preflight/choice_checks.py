@@ -18,11 +18,10 @@ def setup_of(recipe: Recipe) -> Setup:
     """
     config = model_files.read_config(recipe.model)
     stored = model_checks.check_stored(recipe, config)
-    model = recipe.model
-    if stored and stored.stays:  # the launch has to support the quantization of the checkpoint
-        model = model.model_copy(update={"quantization": stored.storage})
-    sections = recipe.adapter, model, recipe.data, recipe.speed, recipe.eval.eval_steps
-    launch_conflicts.check(detection.detect(), *sections)
+    # The launch has to support the quantization of the checkpoint
+    kept = {"quantization": stored.storage} if stored and stored.stays else {}
+    as_stored = recipe.model_copy(update={"model": recipe.model.model_copy(update=kept)})
+    launch_conflicts.check(as_stored, detection.detect())
     launch_conflicts.check_launch(recipe)
     model_class.check(config)
     setup = machine_setup.choose_for_training(recipe, config, stored)

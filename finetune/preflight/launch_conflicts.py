@@ -19,7 +19,6 @@ from finetune.distributed.launch_environment import (
     FROZEN,
     ONCE,
     TE_TOKENS,
-    Fp8,
     fp8,
     means_fp8,
     on,
@@ -34,7 +33,7 @@ from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config
 from finetune.models import model_files
 from finetune.recipe import adapter_rules, adapter_types, qat_rules
-from finetune.recipe.schema import Adapter, Data, Model, Recipe, Speed, Train
+from finetune.recipe.schema import Data, Model, Recipe, Speed, Train
 
 # The values of fp8_config that work with TransformerEngine. Accelerate drops its own default, `most_recent`,
 # and TE then uses `max`. TE has no arguments for the other options.
@@ -53,18 +52,13 @@ OTHER_FP8 = {  # for full fine-tuning, if the package of one backend is not inst
 LORA_OR_DDP = "set `adapter.type: lora`, or use accelerate_configs/ddp_8.yaml"
 
 
-def check(
-    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: float | None = None
-) -> None:
+def check(recipe: Recipe, machine: Hardware) -> None:
     """Refuse a launch that contradicts the recipe, before any weight is loaded.
-
-    Args:
-        every: `eval.eval_steps`.
 
     Raises:
         UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
     """
-    raise_if_any(check_setup(machine, adapter, model, data, speed, every))
+    raise_if_any(check_all(recipe, machine))
     package, extra = accelerate_config.FP8_PACKAGES.get(fp8().kind, ("torch", ""))
     if not installed(package):
         what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
@@ -72,11 +66,11 @@ def check(
         raise UserError(Problem(what, fix=fix, code="package-missing"), code=Exit.ENVIRONMENT)
 
 
-def check_setup(
-    machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: float | None
-) -> list[Problem]:
-    """Return every contradiction, also those of `eval.eval_steps` and of single options of the adapter."""
-    found = problems(machine, adapter.type, model, data, speed)
+def check_all(recipe: Recipe, machine: Hardware) -> list[Problem]:
+    """Return every contradiction between launch, machine and recipe. Each problem names both sides."""
+    adapter, every = recipe.adapter, recipe.eval.eval_steps
+    found = [*_started(machine), *_sharding(recipe, machine), *_parallelism(recipe.model, recipe.data)]
+    found += _fp8(recipe) if fp8().kind else []
     init, code = adapter.options().get("init_lora_weights"), "launch-config"
     if sharded() and isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
         found.append(
@@ -119,18 +113,9 @@ def check_setup(
     return found
 
 
-def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Speed) -> list[Problem]:
-    """Return every contradiction between launch, machine and recipe. Each problem names both sides.
-
-    Args:
-        kind: `adapter.type`.
-    """
-    found = [*_started(machine), *_sharding(machine, kind, model, speed), *_parallelism(model, data)]
-    return found + (_fp8(fp8(), kind, model, speed, data) if fp8().kind else [])
-
-
-def _fp8(requested: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
+def _fp8(recipe: Recipe) -> list[Problem]:
     """Compare the fp8 of the launch with the quantization of the base model in the recipe."""
+    requested, kind = fp8(), recipe.adapter.type
     code = "launch-config"
     if requested.kind not in (FROZEN, *BACKENDS):
         instead = OTHER_FP8["TE"] if kind == "full" else f"remove it and {BASE_INSTEAD}"
@@ -144,7 +129,7 @@ def _fp8(requested: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> l
             )
         ]
     if requested.kind != FROZEN:
-        return _by_accelerate(requested.kind, kind, model, speed, data)
+        return _by_accelerate(requested.kind, recipe)
     means = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base model"
     if kind == "full":
         return [
@@ -156,7 +141,7 @@ def _fp8(requested: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> l
                 code=code,
             )
         ]
-    stored = adapter_types.find(kind).storage or model.quantization
+    stored = adapter_types.find(kind).storage or recipe.model.quantization
     if stored not in ("auto", "fp8"):
         fix = "set `mixed_precision: bf16`"
         if not adapter_types.find(kind).storage:
@@ -184,9 +169,9 @@ def _fp8(requested: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> l
     return []
 
 
-def _by_accelerate(backend: str, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
+def _by_accelerate(backend: str, recipe: Recipe) -> list[Problem]:
     """Return the problems of Accelerate's own fp8, which is only for full fine-tuning."""
-    problems: list[Problem] = []
+    problems, kind, quantization = list[Problem](), recipe.adapter.type, recipe.model.quantization
     by, code = f"fp8_config.backend: {backend} of the {CONFIG}", "launch-config"
     if kind != "full":
         why = {
@@ -205,17 +190,17 @@ def _by_accelerate(backend: str, kind: str, model: Model, speed: Speed, data: Da
                 code=code,
             )
         )
-    elif model.quantization not in ("auto", "none"):
+    elif quantization not in ("auto", "none"):
         problems.append(
             Problem(
                 f"{by} trains weights in fp32, and the recipe quantizes them",
                 "model.quantization",
-                found=model.quantization,
+                found=quantization,
                 fix="set `model.quantization: auto`",
                 code=code,
             )
         )
-    problems += _by_transformer_engine(by, speed, data) if backend == "TE" else _by_torchao()
+    problems += _by_transformer_engine(by, recipe.speed, recipe.data) if backend == "TE" else _by_torchao()
     return problems
 
 
@@ -321,11 +306,11 @@ def _started(machine: Hardware) -> list[Problem]:
     return []
 
 
-def _sharding(machine: Hardware, kind: str, model: Model, speed: Speed) -> list[Problem]:
+def _sharding(recipe: Recipe, machine: Hardware) -> list[Problem]:
     """Compare the sharding of weights or optimizer state with the machine and the recipe."""
-    own = "fp8" if means_fp8(model.quantization) else model.quantization
-    stored, code = adapter_types.find(kind).storage or own, "launch-config"
-    found = [*_twice(speed), *_precision(machine, stored)]
+    kind, own, code = recipe.adapter.type, recipe.model.quantization, "launch-config"
+    stored = adapter_types.find(kind).storage or ("fp8" if means_fp8(own) else own)
+    found = [*_twice(recipe.speed), *_precision(machine, stored)]
     if on("ACCELERATE_USE_FSDP"):
         found += _fsdp(machine, stored)
     if on("ACCELERATE_USE_DEEPSPEED"):

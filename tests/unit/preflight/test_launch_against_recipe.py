@@ -20,9 +20,9 @@ from finetune.hardware.detection import Hardware
 from finetune.planning import planned_machine, planner, sharding_cost
 from finetune.preflight import checker, choice_checks, launch_conflicts
 from finetune.recipe import loader, upstream_options
-from finetune.recipe.schema import Data, Model, Speed
+from finetune.recipe.schema import Speed
 from finetune.training import launch_checks
-from support.launches import FSDP, H100, PARALLEL, ZERO
+from support.launches import FSDP, H100, PARALLEL, ZERO, unchecked_recipe
 from support.paths import QUICKSTART, ROOT
 
 H200 = Hardware("cuda", "NVIDIA H200", 8, (9, 0), 139.8, 96)
@@ -58,9 +58,9 @@ def launched(monkeypatch: pytest.MonkeyPatch):
 
 def problems(kind: str = "lora", machine: Hardware = H100, **speed: Any) -> str:
     own = {key: speed.pop(key) for key in ("packing", "streaming") if key in speed}
-    model = Model(name="m", quantization=speed.pop("quantization", "auto"))
-    data = Data(name="d", **own)
-    found = launch_conflicts.problems(machine, kind, model, data, Speed.model_validate(speed))
+    model = {"name": "m", "quantization": speed.pop("quantization", "auto")}
+    recipe = unchecked_recipe(kind, model=model, data={"name": "d", **own}, speed=speed)
+    found = launch_conflicts.check_all(recipe, machine)
     assert all("accelerate config" in p.what and (p.found or p.key) and p.fix for p in found), "both sides"
     return "\n".join(map(str, found))
 
@@ -215,9 +215,8 @@ def test_ia3_is_told_where_its_factors_are_rounded(
 def test_options_that_want_whole_weights(launched) -> None:
     launched(**FSDP)
     given = ["adapter.init_lora_weights=pissa", "adapter.loraplus_lr_ratio=16"]
-    adapter = loader.load(QUICKSTART, given).adapter
     with pytest.raises(UserError) as raised:
-        launch_conflicts.check(H100, adapter, Model(name="m"), Data(name="d"), Speed(), 10)
+        launch_conflicts.check(loader.load(QUICKSTART, [*given, "eval.eval_steps=10"]), H100)
     found = {problem.key for problem in raised.value.problems}
     assert found == {"adapter.init_lora_weights", "adapter.loraplus_lr_ratio", "eval.eval_steps"}
 

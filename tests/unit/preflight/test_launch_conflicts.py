@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from finetune.autoconfig import machine_setup
@@ -9,9 +11,8 @@ from finetune.core.errors import Exit, UserError
 from finetune.hardware import detection
 from finetune.preflight import launch_conflicts
 from finetune.recipe import loader
-from finetune.recipe.schema import Data, Model, Speed
 from finetune.training import resume_facts
-from support.launches import FSDP, H100, PARALLEL, ZERO
+from support.launches import FSDP, H100, PARALLEL, ZERO, unchecked_recipe
 from support.paths import QUICKSTART
 
 TWO, CUT = {"WORLD_SIZE": "2"}, {"PARALLELISM_CONFIG_CP_SIZE": "2"}
@@ -61,11 +62,11 @@ TAKEN = {
 def problems(variables: dict[str, str], kind: str, given: dict[str, str], monkeypatch) -> list[str]:
     for name, value in {"ACCELERATE_MIXED_PRECISION": "bf16", **variables}.items():
         monkeypatch.setenv(name, value)
-    sections = {"model": {"name": "m", "attention": "sdpa"}, "speed": {}}
+    sections: dict[str, Any] = {"model": {"name": "m", "attention": "sdpa"}, "data": {"name": "d"}}
+    sections["speed"] = {}
     for key, value in given.items():
         sections["model" if key == "quantization" else "speed"][key] = value
-    model, data = Model.model_validate(sections["model"]), Data(name="d")
-    found = launch_conflicts.problems(H100, kind, model, data, Speed.model_validate(sections["speed"]))
+    found = launch_conflicts.check_all(unchecked_recipe(kind, **sections), H100)
     assert all("accelerate config" in p.what and (p.found or p.key) and p.fix for p in found), "both sides"
     return list(map(str, found))
 
@@ -92,7 +93,7 @@ def test_where_fp8_s_package_is_missing_the_other_is_advised(backend: str, other
     monkeypatch.setattr(launch_conflicts, "installed", lambda package: False)
     asked = loader.load(QUICKSTART, ["adapter.type=full", "train.learning_rate=1e-4"])
     with pytest.raises(UserError) as raised:
-        launch_conflicts.check(H100, asked.adapter, asked.model, asked.data, asked.speed)
+        launch_conflicts.check(asked, H100)
     assert raised.value.code == Exit.ENVIRONMENT and other in raised.value.problems[0].fix
 
 
