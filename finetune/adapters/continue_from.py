@@ -321,7 +321,8 @@ def _source_file(source: str, name: str) -> Any:
             path = folder / name
         else:
             repo, revision = client.split(source)
-            path = Path(untrusted_files.from_hub(repo, revision or "main", name) or "")
+            with client.explained(repo):
+                path = Path(untrusted_files.from_hub(repo, revision or "main", name) or "")
         if path.is_file():
             return regular_files.read_json(path, "adapter.init_from")
     return None

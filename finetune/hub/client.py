@@ -38,6 +38,7 @@ SILENCE = 300.0
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 # Another commit came first.
 CONFLICTS = (409, 412)
+ODD_ANSWER = "finetune can't read the Hub's answer"
 TOKENS = "https://huggingface.co/settings/tokens"
 NO_TOKEN = f"run `hf auth login`, or set HF_TOKEN to a token with write access: {TOKENS}"
 REMEDIES = {
@@ -303,7 +304,7 @@ def _asked(name: str, revision: str) -> str:
     wanted: dict[str, Any] = {"revision": revision, "allow_patterns": ["config.json"]}
     try:
         return Path(patiently(snapshot_download, name, **wanted)).name
-    except (http_error(), OSError, ValueError) as error:
+    except Exception as error:  # the Hub's library does not check the types in the Hub's answers
         if _response(error) is None:
             with contextlib.suppress(OSError, ValueError):
                 return Path(snapshot_download(name, local_files_only=True, **wanted)).name
@@ -354,7 +355,9 @@ def explained(repo: str, *, read: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except (http_error(), OSError, RuntimeError, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # the Hub's library does not check the types in the Hub's answers
         problem = _problem(error, repo)
         problem = _nor_here(problem, repo) if read and _status(error) in (None, 404) else problem
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
@@ -384,7 +387,9 @@ def unread(error: Exception, name: str, revision: str) -> Problem:
 
     response, page, status = _response(error), f"{endpoint()}/{name}", _status(error)
     found = masked(next(iter(str(error).strip().splitlines()), ""))
-    if response is None:
+    if response is None and _is_odd_answer(error):
+        what, found, fix = ODD_ANSWER, f"{type(error).__name__}: {found}", "check HF_ENDPOINT"
+    elif response is None:
         files = ("config.json", "tokenizer.json", "model.safetensors")
         cached = [file for file in files if try_to_load_from_cache(name, file, revision=revision)]
         missing = ", ".join(file for file in files if file not in cached)
@@ -406,6 +411,11 @@ def unread(error: Exception, name: str, revision: str) -> Problem:
     return _nor_here(problem, name) if status in (None, 404) else problem
 
 
+def _is_odd_answer(error: Exception) -> bool:
+    """Return whether the Hub's library failed on an answer that has another form than the Hub's."""
+    return not isinstance(error, (http_error(), OSError, RuntimeError, ValueError))
+
+
 def _problem(error: Exception, repo: str) -> Problem:
     from huggingface_hub import constants
 
@@ -414,6 +424,7 @@ def _problem(error: Exception, repo: str) -> Problem:
         cause = error.__cause__
         said += f" {type(cause).__name__}: {cause}" if cause else ""
         what, fix = "finetune can't reach the Hub", "check the network and HF_ENDPOINT, and try again"
+        what = ODD_ANSWER if _is_odd_answer(error) else what
         if constants.is_offline_mode():
             what, fix = "the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
         elif isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):

@@ -90,7 +90,8 @@ def small_file(model: Model, name: str) -> Path | None:
     if local_path(model.name):
         path = Path(model.name) / name
         return path if path.is_file() else None
-    found = untrusted_files.from_hub(model.name, commit(model), name)
+    with client.explained(model.name, read=True):
+        found = untrusted_files.from_hub(model.name, commit(model), name)
     return Path(found) if found else None
 
 
@@ -176,7 +177,7 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
                 why="a file is damaged, or from another version",
             )
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, client.http_error()) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(custom_code(reason)) from error

@@ -107,6 +107,27 @@ def test_a_mistyped_folder_is_told_from_a_hub_id(
     assert "help:      adapter.init_from=runs/first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("where", "answer", "said"),
+    [
+        ("GET /api/models/me/base", b"null", "can't read the Hub's answer"),
+        ("GET /api/models/me/base", b"[]", "can't read the Hub's answer"),
+        ("GET /api/models/me/base", b'{"id": "me/base"}', "can't read the Hub's answer"),
+        ("tokenizer.json", "cut", "can't reach the Hub"),
+        ("config.json", "cut", "can't reach the Hub"),
+    ],
+)
+def test_odd_answers_and_lost_connections_of_the_hub_are_errors_of_the_hub(
+    where: str, answer: str | bytes, said: str, hub: Hub, train, capsys
+) -> None:
+    files = {path.name: path.read_bytes() for path in MODEL.iterdir()}
+    hub.add("me/base", **files)
+    hub.fail(where, answer, times=99)
+    train("model.name=me/base", code=3)
+    printed = capsys.readouterr().err
+    assert said in printed and "[hub]" in printed
+
+
 class Moving(Repo):
     """A repository whose `main` is another commit whenever it is asked for."""
 

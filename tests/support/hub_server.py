@@ -71,9 +71,9 @@ class Hub:
         repo.commit("main", {".gitattributes": b"", **files}, "initial commit")
         return repo
 
-    def fail(self, where: str, answer: int | str, times: int = 1, **headers: str) -> None:
+    def fail(self, where: str, answer: int | str | bytes, times: int = 1, **headers: str) -> None:
         """The next `times` requests whose line has `where` in it get a status, or `cut`, `cut after`
-        the deed, or `silence`."""
+        the deed, or `silence`, or bytes with the status 200."""
         self.faults.append({"where": where, "answer": answer, "left": times, "headers": headers})
 
     def asked(self, part: str) -> int:
@@ -138,6 +138,8 @@ class Handler(BaseHTTPRequestHandler):
                     time.sleep(1)
                 if fault["answer"] in ("cut", "silence"):
                     raise Cut
+                if isinstance(fault["answer"], bytes):
+                    raise Answer(200, fault["answer"], **fault["headers"])
                 if isinstance(fault["answer"], int):
                     said = f"told to say {fault['answer']} to {self.headers.get('Authorization')}"
                     raise Answer(fault["answer"], {"error": said}, **fault["headers"])
