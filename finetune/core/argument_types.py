@@ -42,14 +42,15 @@ def check_types(**given: tuple[object, tuple[type, ...]]) -> None:
     )
 
 
-def check_recipe(recipe: object, kind: type) -> None:
-    """Refuse what is no recipe, or a recipe that `load_recipe` did not read and check (exit 2)."""
+def check_recipe(recipe: Any, kind: type) -> None:
+    """Refuse what is no recipe, or a recipe whose values `load_recipe` did not read and check (exit 2)."""
     check_types(recipe=(recipe, (kind,)))
-    if getattr(recipe, "_origin", None) is None:
+    origin = getattr(recipe, "_origin", None)
+    if origin is None or recipe.model_dump(warnings=False) != origin.checked:
         raise UserError(
             Problem(
-                "the recipe was not read from a file, so finetune has not checked it",
-                fix="write its values to a file, and call `finetune.load_recipe(FILE)`",
+                "the values of the recipe were not read from a file, so finetune has not checked them",
+                fix='write them to a file, or give overrides: `finetune.load_recipe(FILE, ["adapter.r=8"])`',
                 code="value-type",
             )
         )

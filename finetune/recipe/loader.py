@@ -103,6 +103,7 @@ def _build(
     except ValidationError as error:
         problems += recipe_errors.explain(error, raw, origin.where, build.known_keys())
     raise_if_any(problems)
+    origin.checked = recipe.model_dump()
     recipe._origin = origin
     return recipe
 

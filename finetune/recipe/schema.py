@@ -410,6 +410,8 @@ class Origin:
     """Notices about ignored and displaced keys. Each is printed once."""
     file_type: str = ""
     """The file's `adapter.type`, if an override sets another type."""
+    checked: dict[str, Any] = field(default_factory=dict)
+    """The values that were checked. A copy of the recipe can have others."""
 
 
 class Recipe(Section):

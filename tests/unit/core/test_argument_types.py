@@ -168,3 +168,21 @@ def test_recipe_that_was_not_read_from_a_file_is_an_error_of_the_user(call: Call
     with pytest.raises(UserError, match="not read from a file") as raised:
         call(finetune.Recipe.model_validate(values))
     assert raised.value.code == Exit.INPUT
+
+
+CHANGED = [("train", "learning_rate", -1.0), ("train", "max_steps", "2"), ("adapter", "r", 0)]
+
+
+@pytest.mark.parametrize("call", [finetune.check, finetune.plan, finetune.train])
+def test_copy_of_a_recipe_with_other_values_is_an_error_of_the_user(call: Callable[..., object]) -> None:
+    recipe = finetune.load_recipe(QUICKSTART)
+    for section, key, value in CHANGED:
+        copied = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update={key: value})})
+        with pytest.raises(UserError, match="not read from a file"):
+            call(copied)
+    with pytest.raises(UserError, match="not read from a file"):
+        call(recipe.model_copy(update={"model": None}))
+
+
+def test_copy_of_a_recipe_with_the_same_values_is_checked() -> None:
+    assert finetune.check(finetune.load_recipe(QUICKSTART).model_copy(deep=True))
