@@ -139,7 +139,8 @@ def train(
     """Train, save, reopen and evaluate a recipe.
 
     Args:
-        callbacks: additional callbacks for the Trainer, as in `transformers.Trainer`.
+        callbacks: additional callbacks for the Trainer, as in `transformers.Trainer`. They may log, save and
+            end the training. finetune evaluates by `eval.eval_steps`, not when a callback asks for it.
         resume: "newest" or "step-<n>" names a checkpoint; "auto" starts a new run if there is none.
         quiet: print errors only.
 

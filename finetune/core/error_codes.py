@@ -227,5 +227,9 @@ CODES = {
         "Another library raised an exception that finetune does not know. Run the command again "
         "with --debug to see the traceback."
     ),
+    "your-code": (
+        "Code that you passed to finetune, such as a callback, raised an exception. Correct the code, or "
+        "remove it from the call."
+    ),
     "internal-error": ("finetune has a bug. Run the command again with --debug and report the traceback."),
 }

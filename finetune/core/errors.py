@@ -18,7 +18,6 @@ import contextlib
 import errno
 import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -203,23 +202,26 @@ def stage(doing: str, key: str = "", fix: str = "", code: Exit = Exit.ENVIRONMEN
         raise
 
 
-def unexpected(error: Exception, doing: str) -> UserError:
+def unexpected(error: Exception, doing: str, *, command: bool = True) -> UserError:
     """Return an unexpected exception as an error for users, with its library, place and stage.
 
     Args:
         doing: `Stage.doing`, used if no stage is stored on the exception.
+        command: Whether a command can run again with `--debug`. Otherwise it is a call of the Python API,
+            whose caller sees the cause, and may have passed the code that raised the exception.
     """
     at = vars(error).get("finetune_stage") or Stage(doing)
-    library, file, line = _raised_in(error)
+    library, file, line = _raised_in(error, passed_code=not command)
     library = "a library" if isinstance(error, Panic) else library
-    ours = library == "finetune"
     what, kind = f"{library} failed while finetune {at.doing}", "library-error"
-    fix = "; ".join(filter(None, [at.fix, "run the command again with --debug to see the traceback"]))
-    if ours:
+    trace = "run the command again with --debug to see the traceback" if command else ""
+    fix = "; ".join(filter(None, [at.fix, trace]))
+    if library == YOURS:
+        kind, fix = "your-code", "correct the code, or remove it from the call"
+    if library == "finetune":
         what, kind = f"finetune failed while it {at.doing}", "internal-error"
-        fix = "run the command again with --debug, and report this bug of finetune with the traceback"
-    elif library == YOURS:
-        fix = "correct this code"
+        again = "run the command again with --debug, and " if command else ""
+        fix = f"{again}report this bug of finetune with the traceback"
     return UserError(
         Problem(
             what,
@@ -233,11 +235,10 @@ def unexpected(error: Exception, doing: str) -> UserError:
     )
 
 
-def explain(error: Exception, doing: str) -> UserError:
+def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
     """Return an exception as an error for users: no memory, a bad path, a full disk, or `unexpected`.
 
-    Args:
-        doing: `Stage.doing`, used if no stage is stored on the exception.
+    The arguments are those of `unexpected`.
     """
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
         at = vars(error).get("finetune_stage") or Stage(doing)
@@ -275,7 +276,7 @@ def explain(error: Exception, doing: str) -> UserError:
             code=Exit.ENVIRONMENT,
         )
     if number not in FULL:
-        return _changed_file(error, doing) or unexpected(error, doing)
+        return _changed_file(error, doing) or unexpected(error, doing, command=command)
     return UserError(
         Problem(
             "the disk is full",
@@ -333,25 +334,27 @@ def only_user_errors(doing: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # from any library; callers of the Python API get a UserError
-        raise explain(error, doing) from error
+        raise explain(error, doing, command=False) from error
 
 
 LONGEST = 500  # characters of another library's message that are shown
+YOURS = "your code"  # such as a callback that was given to `finetune.train`
 
 
-def _raised_in(error: Exception) -> tuple[str, str, int]:
+def _raised_in(error: Exception, *, passed_code: bool) -> tuple[str, str, int]:
     """Return the library, file and line that caused an exception.
 
-    A missing attribute is the fault of the code that reads it. torch only runs the calls of others, so it is
-    skipped.
+    Code of the caller, such as a callback, comes first. A missing attribute is the fault of the code that
+    reads it. torch only runs the calls of others, so it is skipped.
     """
     frames = [
         (*_library_of(frame.filename), frame.lineno or 0)
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.name not in ("__getattr__", "__getattribute__")
     ]
-    callers = [frame for frame in frames if frame[0] not in ("Python", "torch")]
-    return (callers or frames or [("Python", "", 0)])[-1]
+    yours = [frame for frame in frames if frame[0] == YOURS and passed_code]
+    callers = [frame for frame in frames if frame[0] not in ("Python", "torch", YOURS)]
+    return (yours or callers or frames or [("Python", "", 0)])[-1]
 
 
 def _library_of(filename: str) -> tuple[str, str]:
@@ -360,14 +363,15 @@ def _library_of(filename: str) -> tuple[str, str]:
     own = Path(__file__).parents[1]
     if path.is_relative_to(own):
         return "finetune", str(path.relative_to(own.parent))
-    inner = path.parts[path.parts.index("site-packages") + 1 :] if "site-packages" in path.parts else ()
-    if inner:
-        return inner[0], "/".join(inner)
-    own_code = path.is_absolute() and not path.is_relative_to(sysconfig.get_path("stdlib"))
-    return (YOURS if own_code else "Python"), path.name
-
-
-YOURS = "your code"  # such as a callback that was given to `finetune.train`
+    for folder in ("site-packages", "dist-packages"):
+        if folder in path.parts:
+            inner = path.parts[path.parts.index(folder) + 1 :]
+            return inner[0], "/".join(inner)
+    # Code without a file, and code that torch has generated
+    if filename.startswith("<") or "torchinductor" in filename:
+        return "Python", path.name
+    in_python = path.is_relative_to(Path(os.__file__).parent)
+    return ("Python", path.name) if in_python else (YOURS, filename)
 
 
 class Stopped(KeyboardInterrupt):

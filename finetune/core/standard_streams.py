@@ -51,7 +51,7 @@ def allow_closing() -> None:
                 buffered,
                 stream.encoding,
                 stream.errors,
-                line_buffering=stream.line_buffering,
+                line_buffering=True,  # a line that can't be written is an error now, not at the end
                 write_through=stream.write_through,
             )
             setattr(sys, name, replacement)

@@ -161,9 +161,8 @@ class Validate(TrainerCallback):
 
     def restore(self, model: nn.Module, state: TrainerState, checks: RunChecks) -> None:
         """Restore the best weights, and add a run check that counts the evaluations."""
-        steps = state.global_step
-        every = self.steps_between(state)
-        expected = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
+        every, last = self.steps_between(state), state.max_steps
+        expected = sum(step % every == 0 or step == last for step in range(1, state.global_step + 1))
         checks.add("eval.eval_steps", expected, self.times, "evaluations that ran")
         if not self.weights:
             return

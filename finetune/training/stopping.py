@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch.optim import Optimizer
@@ -127,7 +127,7 @@ class Schedule(TrainerCallback):
     stopped = ""
     """The reason that the run ended before its last step."""
     complete = False
-    """Whether the run would have ended at this step anyway."""
+    """Whether the run ended by itself: at its last step, by early stopping or by a callback."""
 
     def __init__(self, train: Train, stop: Stop, writer: Writer, keeper: str) -> None:
         self.train, self.stop, self.writer = train, stop, writer
@@ -184,6 +184,10 @@ class Schedule(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self.stop.step_began = None
+        if control.should_evaluate:
+            what, fix = "a callback asks for an evaluation", "set `eval.eval_steps` and a validation set"
+            why = "finetune evaluates by the settings of the recipe"
+            raise UserError(Problem(what, "eval.eval_steps", fix=fix, why=why, code="your-code"))
         self.writer.check()
         if self.stepped_at is None and optimizer is not None and self.strategy != "no":
             # an error about checkpoints comes now, not at the first checkpoint
@@ -194,16 +198,28 @@ class Schedule(TrainerCallback):
         if self.stepped_at is not None:  # the first step of this process also compiles
             self.longest = max(self.longest, now - self.stepped_at)
         self.stepped_at = now
-        self.complete = control.should_training_stop or step >= state.max_steps
+        complete = control.should_training_stop or step >= state.max_steps
         reason = self.stop.due(step, 2 * self.longest + 2 * self.writer.seconds)
         minutes = self.strategy == "auto" and now - self.saved_at > 60 * MINUTES
-        requested, minutes = collectives.any_of(bool(reason), minutes)
+        requested, minutes, self.complete = collectives.any_of(bool(reason), minutes, complete)
+        control.should_training_stop = requested or self.complete
         if requested:
             self.stopped = next(filter(None, collectives.gathered(reason)))
-            control.should_training_stop = True
         if (requested and not self.parts) or minutes or self.planned(step, state):
             control.should_save = self.saved = True
             self.saved_at = now
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.epoch_began = state.global_step
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """See callbacks that end the training between steps. transformers ends it after an empty epoch."""
+        if control.should_training_stop and state.global_step > self.epoch_began:
+            self.complete = True
 
     def planned(self, step: int, state: TrainerState) -> bool:
         """Return whether the recipe asks for a checkpoint after this step."""
@@ -220,16 +236,21 @@ class Schedule(TrainerCallback):
         self.complete = state["complete"]
 
 
-def add_steps_check(state: TrainerState, planned: int, reasons: Sequence[str], checks: RunChecks) -> None:
-    """Count the optimizer steps that ran: all that were planned, or fewer where early stopping ended the run.
+def add_steps_check(
+    state: TrainerState, planned: int, patience: int | None, checks: RunChecks, *, complete: bool
+) -> None:
+    """Count the optimizer steps that ran: all that were planned, or fewer if the run was ended early.
 
     Args:
-        reasons: the first one is the reason of early stopping, if it ended the run.
+        patience: of early stopping, if it ended the run.
+        complete: `Schedule.complete`.
     """
     expected, actual = f"{planned}", f"{state.global_step}"
-    if early := bool(reasons) and state.global_step < planned:
-        expected = f"at most {planned}, with early stopping"
-        actual += f", stopped early: {reasons[0]}"
+    if early := complete and state.global_step < planned:
+        ended_by = "a callback" if patience is None else "early stopping"
+        expected = f"at most {planned}, with {ended_by}"
+        actual += ", stopped early"
+        actual += " by a callback" if patience is None else f": no better evaluation in {patience}"
     checks.add(
         "steps",
         expected=expected,

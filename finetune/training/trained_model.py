@@ -25,9 +25,9 @@ def train(
         deepspeed_zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify_saved.fingerprints(adapted)
     trainer.train_from(checkpoint.path if checkpoint else None)
-    reasons = [f"no better evaluation in {one.patience}" for one in trainer.validations if one.ran_out]
-    reasons += ["a callback ended the training"] if trainer.control.should_training_stop else []
-    stopping.add_steps_check(trainer.state, trainer.first_step.plan.steps, reasons, checks)
+    ended_by = next((one.patience for one in trainer.validations if one.ran_out), None)
+    planned, complete = trainer.first_step.plan.steps, trainer.schedule.complete
+    stopping.add_steps_check(trainer.state, planned, ended_by, checks, complete=complete)
     launch_checks.add_repeated_check(trainer, checks)
     launch_checks.add_loader_check(trainer, checks)
     if trainer.state.global_step >= trainer.first_step.first:  # a run may resume after its last step

@@ -59,11 +59,14 @@ def build(
     unusable = nan_detection.callbacks(
         recipe.train, setup.launch.precision, run.folder, run.console, run.checks
     )
-    ours = [first_step, *unusable, metrics, *validations, schedule]
     parts = TrainerParts(
         callbacks=[
-            *ours,
+            first_step,
+            *unusable,
+            metrics,
+            *validations,
             *callbacks,
+            schedule,  # the last that can end the training, so it knows who did
             *dora_norm.refreshing(adapted, checks),
             *step_callbacks(recipe.speed, adapted),
         ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from transformers import TrainerCallback
 
 import finetune
-from finetune.core import privacy
 from finetune.core.errors import UserError
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import QUICKSTART
@@ -55,33 +53,68 @@ def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path,
     model, tokens = run.load_model(), torch.tensor([[1, 2, 3]])
     assert not model.training and torch.isfinite(model(input_ids=tokens).logits).all()
     assert capsys.readouterr().out == ""
-    assert dict(os.environ) == {**privacy.SWITCHES, **environment}  # telemetry stays off
+    assert dict(os.environ) == environment
 
 
-class StopsAfterStep1(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = True
+class Ends(TrainerCallback):
+    """End the training in one hook, after the first step."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.end)
+
+    def end(self, args, state, control, **kwargs: object) -> None:
+        control.should_training_stop = state.global_step > 0
 
 
-def test_a_run_that_a_callback_ends_is_saved_and_evaluated(small, tmp_path) -> None:
-    recipe = finetune.load_recipe(QUICKSTART, [*small, *SHORT, f"train.output_dir={tmp_path / 'run'}"])
-    run = finetune.train(recipe, callbacks=[StopsAfterStep1()], quiet=True)
-    steps = run_checks(RunFolder(run.folder))["steps"]
-    assert steps["actual"] == "1, stopped early: a callback ended the training"
-    assert (run.folder / "adapter" / "adapter_model.safetensors").exists() and run.eval["tuned"]["loss"] > 0
+@pytest.mark.parametrize("hook", ["on_step_end", "on_log", "on_epoch_end"])
+def test_a_callback_may_end_the_training(small, tmp_path, hook) -> None:
+    steps = ["train.max_steps=40", "eval.eval_steps=15", f"train.output_dir={tmp_path / 'run'}"]
+    recipe = finetune.load_recipe(QUICKSTART, [*small, *SHORT, *steps])
+    run = finetune.train(recipe, callbacks=[Ends(hook)], quiet=True)
+    ended = run_checks(RunFolder(run.folder))["steps"]
+    assert ended["passed"] and ended["expected"] == "at most 40, with a callback"
+    assert 0 < run.metrics[-1]["step"] < 40 and (run.folder / "adapter/adapter_model.safetensors").is_file()
+    assert run.eval["tuned"]["loss"] > 0
 
 
 class Fails(TrainerCallback):
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("boom")
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def on_step_end(self, args, state, control, **kwargs: object) -> None:
+        if self.fault == "evaluation":
+            control.should_evaluate = True
+        elif self.fault == "own":
+            raise ValueError("the sensor is gone")
+        elif self.fault == "upstream":
+            torch.zeros(2) @ torch.zeros(3)
+        else:
+            raise Silent
 
 
-def test_an_exception_of_a_callback_is_an_error_of_the_users_code(small, tmp_path) -> None:
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("evaluation", ""),
+        ("own", "ValueError: the sensor is gone"),
+        ("upstream", "RuntimeError: inconsistent tensor size"),
+        ("silent", "RuntimeError:"),
+    ],
+)
+def test_a_fault_of_a_callback_is_named_as_the_callers_own(small, tmp_path, fault, found) -> None:
     recipe = finetune.load_recipe(QUICKSTART, [*small, *SHORT, f"train.output_dir={tmp_path / 'run'}"])
-    with pytest.raises(UserError, match="your code failed while finetune trained the model") as raised:
-        finetune.train(recipe, callbacks=[Fails()], quiet=True)
-    said = str(raised.value)
-    assert f"{Path(__file__).name}:" in said and "ValueError: boom" in said and "--debug" not in said
+    with pytest.raises(UserError) as raised:
+        finetune.train(recipe, callbacks=[Fails(fault)], quiet=True)
+    (problem,) = raised.value.problems
+    assert problem.code == "your-code" and problem.found.startswith(found)
+    assert "--debug" not in str(raised.value)
+    if fault != "evaluation":
+        assert problem.where.startswith(__file__)
 
 
 def test_a_run_without_an_evaluation_is_an_error_of_the_user(tmp_path) -> None:
