@@ -56,8 +56,7 @@ def choose_base(
         elif stored.keeps_experts(choice.value):
             choice = choice._replace(reason=f"{choice.reason}; the experts stay in {stored}")
         return choice
-    meant = adapter_types.find(adapter_type).storage
-    storage = requested if requested in QUANTIZED else meant
+    storage = adapter_types.base_storage(adapter_type, requested)
     if storage == "fp8":
         return _asked_for_fp8(mixed_precision.fp8_missing(machine, precision), reopened=against_fp8 is None)
     if storage:

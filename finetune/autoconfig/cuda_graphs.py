@@ -70,7 +70,7 @@ def unsupported_reason(
         searched: whether a search finds the micro-batch size.
     """
     data, adapter, speed = recipe.data, recipe.adapter, recipe.speed
-    if not (data.packing or data.padding_free):
+    if not data.flat:
         return "padded batches have different lengths"
     if data.streaming:
         return "streamed batches have different lengths"

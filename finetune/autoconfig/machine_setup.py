@@ -82,7 +82,6 @@ def choose_for_training(
     on: tuple[Hardware, Launch] | None = None,
 ) -> Setup:
     """Choose how a recipe trains on this machine, or in a plan on another one. See `choose`."""
-    flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
     attends, against_fp8 = attention_choice.read(config), fp8_support.against_fp8(recipe, config)
     return choose(
@@ -90,7 +89,7 @@ def choose_for_training(
         base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
         model=ModelProperties(attends, stored, against_fp8),
-        rows=RowLayout(flat, recipe.data.max_length, prompt),
+        rows=RowLayout(recipe.data.flat, recipe.data.max_length, prompt),
         on=on,
     )
 

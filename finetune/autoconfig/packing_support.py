@@ -37,7 +37,7 @@ def check(config: ModelConfig, data: Data, train: Train, attention: str, process
     Raises:
         UserError: the model can't keep examples apart (exit 3). Its mask is too short (exit 2).
     """
-    if not (data.packing or data.padding_free):
+    if not data.flat:
         return
     if reason := unsupported_reason(config, attention):
         raise UserError(

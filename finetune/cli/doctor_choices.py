@@ -22,7 +22,7 @@ def attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
     rows, attends, unread = RowLayout(packed=False, longest=1024), None, ""
     dtype = mixed_precision.DTYPES[launch_settings.read(machine).precision]
     if recipe:
-        rows = RowLayout(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+        rows = RowLayout(recipe.data.flat, recipe.data.max_length)
         try:
             attends = attention_choice.read(architecture.read(recipe.model).config)
         except UserError:

@@ -13,7 +13,7 @@ from finetune.core.packages import install_extra, installed
 from finetune.hardware.detection import Hardware
 from finetune.quantization import qat
 from finetune.recipe import qat_rules
-from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED, find
+from finetune.recipe.adapter_types import FOUR_BIT, base_storage
 from finetune.recipe.schema import Data, Recipe, Speed, Train
 
 
@@ -79,9 +79,7 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
     why = "asked for" if is_set else "auto: CPU memory is large enough"
     if gpu and not is_set:
         why = "auto: chosen when the model is loaded, from its size and the GPU memory"
-    meant = find(recipe.adapter.type).storage if recipe else ""
-    quantization = recipe.model.quantization if recipe else "auto"
-    four_bit = (quantization if quantization in QUANTIZED else meant) in FOUR_BIT
+    four_bit = recipe and base_storage(recipe.adapter.type, recipe.model.quantization) in FOUR_BIT
     bnb = "bitsandbytes is installed" if installed("bitsandbytes") else install_extra("bnb")
     nf4 = "active" if four_bit else "off" if installed("bitsandbytes") else "not possible"
     return [
@@ -143,7 +141,7 @@ def _optimizer(given: dict[str, Any]) -> list[Optimization]:
 
 
 def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimization]:
-    packing, flat = data.packing, data.packing or data.padding_free
+    packing, flat = data.packing, data.flat
     effective = f"effective batch {train.effective_batch_size}"
     stated = train.per_device_train_batch_size
     micro = {None: "micro-batch size of at most 8", "auto": "largest micro-batch size that fits"}

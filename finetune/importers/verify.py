@@ -103,10 +103,10 @@ def _first_rows(recipe: Recipe, count: int) -> list[Row]:
 
 def _of_finetune(recipe: Recipe, rows: list[Row]) -> tuple[list[Tokens | str], Any]:
     """Return finetune's ids and labels of each row, or why it trains on none; and the tokenizer."""
-    tokenizer, _, ends, _ = token_checks.load_tokenizer(recipe)
+    tokens = token_checks.load_tokenizer(recipe)
     examples = [_example(recipe, row) for row in rows]
     chats = any(example.messages for example in examples if isinstance(example, Example))
-    encoder, found = make_encoder(tokenizer, recipe.data, chats, ends), list[Tokens | str]()
+    encoder, found = make_encoder(tokens.tokenizer, recipe.data, chats, tokens.ends), list[Tokens | str]()
     for example in examples:
         encoded = encoder([example])[0] if isinstance(example, Example) else example
         if isinstance(example, BadRow) or isinstance(encoded, BadRow):
@@ -117,7 +117,7 @@ def _of_finetune(recipe: Recipe, rows: list[Row]) -> tuple[list[Tokens | str], A
             found.append(f"finetune skips the example: {documents}; the tool may cut it")
         else:
             found.append(_tokens(documents[0]))
-    return found, tokenizer
+    return found, tokens.tokenizer
 
 
 def _tokens(document: Encoded) -> Tokens:

@@ -129,7 +129,7 @@ def _step(
         recomputed=whole / memory.layers,
         halves=halves,
         processes=run.target.processes,
-        flat=data.packing or data.padding_free,
+        flat=data.flat,
         by=by,
         base=every * memory_estimate.GIB,
         leaving=gone.get("activations", 0.0) * memory_estimate.GIB * row / data.max_length,

@@ -50,7 +50,7 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
         storage: `model.quantization`, or the storage that a run has chosen.
     """
     meant = adapter_types.find(adapter).storage
-    storage = storage if storage in adapter_types.QUANTIZED else meant or storage
+    storage = adapter_types.base_storage(adapter, storage)
     reason = expert_targets.stays_in_bf16(names, config, storage)
     if meant and reason:
         return [
@@ -91,8 +91,7 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
 def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
     """Return the problems of adapter options that quantized experts don't support."""
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
-    storage = recipe.model.quantization
-    storage = storage if storage in adapter_types.QUANTIZED else kind.storage
+    storage = adapter_types.base_storage(recipe.adapter.type, recipe.model.quantization)
     if not storage or not expert_targets.stacked(names):
         return []
     if expert_targets.stays_in_bf16(names, config, storage):

@@ -408,8 +408,7 @@ def _adapter(recipe: Recipe, config: ModelConfig | None) -> list[str]:
     options = {**recipe.adapter.options(), **kind.sets}
     resolved = expert_targets.resolve(options, listed.names, kind.peft)
     uneven = target_modules.uneven(resolved.modules, listed.names)
-    storage = recipe.model.quantization
-    storage = storage if storage in adapter_types.QUANTIZED else kind.storage
+    storage = adapter_types.base_storage(recipe.adapter.type, recipe.model.quantization)
     stays = expert_targets.storage_note(listed.names, config, storage) if storage else ""
     return [
         *notes,

@@ -215,7 +215,7 @@ def _by_transformer_engine(by: str, speed: Speed, data: Data) -> Iterator[Proble
             fix="set `speed.compile: auto`",
             code=code,
         )
-    if data.streaming and (data.packing or data.padding_free):
+    if data.streaming and data.flat:
         yield Problem(
             f"{by} needs sequences of a multiple of {TE_TOKENS} tokens",
             "data.streaming",
@@ -546,7 +546,7 @@ def _sizes() -> Iterator[Problem]:
 def cut_rows(model: Model, data: Data) -> list[Problem]:
     """Return the conflicts of a recipe with context parallelism, which shares sequences among processes."""
     problems, by = list[Problem](), f"parallelism_config_cp_size of the {CONFIG}"
-    if data.packing or data.padding_free:
+    if data.flat:
         key = "data.packing" if data.packing else "data.padding_free"
         problems.append(
             Problem(

@@ -13,11 +13,11 @@ ADAPTERS = {"adamss": ("sklearn", "scikit-learn")}  # PEFT's type -> module and 
 
 def missing_packages(recipe: Recipe) -> list[Problem]:
     """Return a problem for each missing package of the model, the adapter, the optimizer and `speed.qat`."""
-    kind, quantization = adapter_types.find(recipe.adapter.type), recipe.model.quantization
-    storage = quantization if quantization != "auto" else kind.storage
-    optimizer = optimizer_choice.asked(recipe.train)
+    kind, optimizer = adapter_types.find(recipe.adapter.type), optimizer_choice.asked(recipe.train)
     found = [
-        base_quantization.missing_package(storage),
+        base_quantization.missing_package(
+            adapter_types.base_storage(recipe.adapter.type, recipe.model.quantization)
+        ),
         _attention(recipe.model.attention),
         _adapter(kind.peft),
         qat_rules.missing() if recipe.speed.qat else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.adapters import continue_from
 from finetune.autoconfig import batch_size
@@ -62,26 +62,23 @@ def check(recipe: Recipe) -> list[str]:
             rows = max([vocabulary, *(token + 1 for token in added)])
             token_limits.apply(files, config, rows)
             ends = tokenizer_setup.declared_ends(recipe.model, config)
-            return [*notes, *_audit(recipe, files, rows, ends, longest)]
-    tokenizer, rows, ends, note = load_tokenizer(recipe)
-    long = _audit(recipe, tokenizer, rows, ends, longest)
-    notes += text_limits.check(recipe.eval, tokenizer, rows, limit, recipe.data.template_date, with_hub=False)
-    notes += [note] if note else []
-    return [*notes, *long]
+            return [*notes, *_audit(recipe, ModelTokens(files, rows, ends, longest, ""))]
+    tokens = load_tokenizer(recipe)
+    long, date = _audit(recipe, tokens), recipe.data.template_date
+    notes += text_limits.check(recipe.eval, tokens.tokenizer, tokens.rows, limit, date, with_hub=False)
+    return [*notes, *filter(None, (tokens.note,)), *long]
 
 
-def _audit(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int, ends: set[int], longest: int | None
-) -> list[str]:
+def _audit(recipe: Recipe, tokens: ModelTokens) -> list[str]:
     """Render and encode the first examples as training does. Return notes on steps and long examples."""
     from finetune.data import preparation
 
     settings, effective = recipe.eval, recipe.train.effective_batch_size
     first = preparation.check_first(
-        recipe.data, tokenizer, recipe.train.seed, rows, ends, example_errors.FIRST
+        recipe.data, tokens.tokenizer, recipe.train.seed, tokens.rows, tokens.ends, example_errors.FIRST
     )
     prompt = first.validation.report.longest_prompt
-    token_limits.room_for_answer(prompt, longest, settings)
+    token_limits.room_for_answer(prompt, tokens.longest, settings)
     if first.is_all_validation:
         text_limits.check_metric(settings, prompt)
     notes = []
@@ -106,20 +103,30 @@ def _template(data: Data) -> str | None:
     return chat_templates.read_template(data.chat_template) if data.chat_template else None
 
 
-def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[int], str]:
-    """Load the tokenizer with the limits of its model.
+class ModelTokens(NamedTuple):
+    """The tokenizer of a model, with the limits of the model."""
 
-    Returns:
-        The tokenizer, the size of the vocabulary (the rows of the model's embedding), the model's end tokens,
-        and a note if the padding token had to change.
-    """
+    tokenizer: PreTrainedTokenizerBase
+    rows: int
+    """The size of the vocabulary: the rows of the model's embedding."""
+    ends: set[int]
+    """The tokens that end an answer."""
+    longest: int | None
+    """The number of positions; `None` without a limit."""
+    note: str
+    """Why the padding token had to change."""
+
+
+def load_tokenizer(recipe: Recipe) -> ModelTokens:
+    """Load the tokenizer, and limit it to its model."""
     tokenizer, config = load_with_template(recipe), model_files.read_config(recipe.model)
     if recipe.adapter.source:
         held = config.get_text_config().vocab_size
         continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer.get_vocab(), held)
-    vocabulary = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
-    note = token_limits.apply(tokenizer, config, vocabulary)
-    return tokenizer, vocabulary, tokenizer_setup.declared_ends(recipe.model, config), note
+    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
+    note = token_limits.apply(tokenizer, config, rows)
+    ends = tokenizer_setup.declared_ends(recipe.model, config)
+    return ModelTokens(tokenizer, rows, ends, token_limits.positions(config), note)
 
 
 def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

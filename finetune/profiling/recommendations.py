@@ -136,7 +136,7 @@ def more_rows(whole: Recipe, gpu: bool) -> str:
 
 def less_padding(whole: Recipe, gpu: bool) -> str:
     """Suggest sequences without padding on a GPU, and grouping by length on a CPU, where that is faster."""
-    if whole.data.packing or whole.data.padding_free:
+    if whole.data.flat:
         return "lower data.max_length, so that sequences have less padding"
     if gpu:
         return "data.packing: true, or data.padding_free: true"

@@ -17,6 +17,7 @@ from finetune.recipe.adapter_types import (
     REBASING_INITS,
     UNSERVED,
     all_types,
+    base_storage,
     no_rank_steps,
     unsupported_reason,
 )
@@ -79,7 +80,7 @@ def conflicts(raw: Mapping[str, Any]) -> list[Problem]:
         return []
     quantization = model.get("quantization")
     found = _base(str(name), kind, quantization)
-    base = quantization if quantization in QUANTIZED else kind.storage
+    base = base_storage(str(name), quantization)
     if base and not found:
         quantized = str(name) if kind.storage else ""
         found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base, quantized)

@@ -214,6 +214,16 @@ def all_types() -> dict[str, AdapterType]:
     return {**known, **others}
 
 
+def base_storage(name: str, quantization: object) -> str:
+    """Return the quantization of the base model that a recipe sets or its type implies, or the empty string.
+
+    Args:
+        name: `adapter.type`.
+        quantization: `model.quantization`.
+    """
+    return quantization if isinstance(quantization, str) and quantization in QUANTIZED else find(name).storage
+
+
 def unsupported_reason(name: str, storage: str) -> str:
     """Return why a type can't train on a base model in this storage; the empty string if it can."""
     if storage not in QUANTIZED:

@@ -168,6 +168,11 @@ class Data(Section):
     expect: Expect = Expect()
     """Limits of the data audit, which runs before any weight is loaded."""
 
+    @property
+    def flat(self) -> bool:
+        """Whether the examples of a batch are concatenated, and not padded."""
+        return self.packing or self.padding_free
+
 
 class Adapter(Section):
     """The keys of every adapter type. `build.sections` adds the keys of the chosen type."""

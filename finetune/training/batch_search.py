@@ -137,7 +137,7 @@ def _next(trials: list[Trial], size: int) -> float:
 
 
 def _collated(rows: list[Any], data: Data, pad_token: int, device: torch.device) -> dict[str, Any]:
-    flat = data.packing or data.padding_free
+    flat = data.flat
     inputs = DataCollatorForLanguageModeling(pad_token_id=pad_token, padding_free=flat)(rows)
     if flat:
         documents = len(inputs["cu_seq_lens_q"]) - 1 + len(rows)

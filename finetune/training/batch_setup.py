@@ -108,6 +108,6 @@ def fixed_shape(data: Data, dataset: Dataset, plan: StepPlan) -> tuple[int, int,
     Compiled code and TransformerEngine want one shape. `None`: batches keep their own shapes.
     """
     needed = plan.is_on("speed.compile") or transformer_engine_layers.used()
-    if data.streaming or not (data.packing or data.padding_free) or not needed:
+    if data.streaming or not data.flat or not needed:
         return None
     return static_shapes.one_shape(plan.batch.per_device, dataset["where"], data.max_length)

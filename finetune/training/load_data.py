@@ -20,16 +20,15 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     """Load the tokenizer and encode the training and validation examples."""
     from finetune.data import preparation, streaming
 
-    tokenizer, rows, ends, note = token_checks.load_tokenizer(recipe)
+    tokens = token_checks.load_tokenizer(recipe)
     build = streaming.stream if recipe.data.streaming else preparation.prepare
-    prepared = build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
-    prepared.report["train"].notes += [note] if note else []
+    prepared = build(recipe.data, tokens.tokenizer, recipe.train.seed, tokens.rows, tokens.ends)
+    prepared.report["train"].notes += [tokens.note] if tokens.note else []
     loss_weight_checks.check(recipe, prepared.report["train"])
     prompt = prepared.report["validation"].longest_prompt
-    longest = token_limits.positions(model_files.read_config(recipe.model))
-    token_limits.room_for_answer(prompt, longest, recipe.eval)
+    token_limits.room_for_answer(prompt, tokens.longest, recipe.eval)
     text_limits.check_metric(recipe.eval, prompt)
     if prepared.path:
         files = model_files.tokenizer_files(recipe.model)
         prepared_cache.remember(recipe.data, recipe.train.seed, recipe.model, files, prepared.path)
-    return tokenizer, prepared
+    return tokens.tokenizer, prepared

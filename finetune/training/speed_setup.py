@@ -30,7 +30,7 @@ def make_fast(
 ) -> dict[str, run_checks.Choice]:
     """Apply `speed:` to the model, verify attention before and after, and return the choices by option."""
     recipe, setup, checks = run.recipe, run.setup, run.checks
-    kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
+    kernel, flat = setup.attention.value, recipe.data.flat
     proved = packing_isolation.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with setup.autocast():  # before layers are compiled, so that they see only shapes of training
         packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, checks)

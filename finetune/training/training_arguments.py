@@ -51,14 +51,14 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
         "fp16": setup.launch.precision == "fp16",
         **launch_environment.row_options(
-            flat=data.packing or data.padding_free,
+            flat=data.flat,
             kernel_multiple=kernel_limits.LENGTH_MULTIPLES.get(setup.attention.value, 1),
         ),
         **launch_environment.device_options(setup.hardware.device),
         checkpointing: False,  # `apply_to_model.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
-        "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
+        "padding_free": data.flat,  # packed rows hold their documents' lengths
         **data_loader.loader_of_launch(setup.hardware, train_keys),
         "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
         "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start

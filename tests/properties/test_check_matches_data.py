@@ -115,8 +115,10 @@ def counted(report: Any) -> dict[str, Any]:
 
 
 def first_of(recipe: Recipe) -> preparation.First:
-    tokenizer, rows, ends, _ = token_checks.load_tokenizer(recipe)
-    return preparation.check_first(recipe.data, tokenizer, recipe.train.seed, rows, ends, FIRST)
+    tokens = token_checks.load_tokenizer(recipe)
+    return preparation.check_first(
+        recipe.data, tokens.tokenizer, recipe.train.seed, tokens.rows, tokens.ends, FIRST
+    )
 
 
 def disagreements(cells: list[tuple[str, str, str]], folder: Path, model: Path) -> list[str]:
