@@ -514,6 +514,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
         "sources": sorted(sources.values()),
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "special": tokenizer.special_tokens_map,
+        "settings": _settings(tokenizer),
         "template": tokenizer.chat_template,
         "longest": tokenizer.model_max_length,
         "seed": seed if random else None,
@@ -522,6 +523,12 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
         "code": code_digest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _settings(tokenizer: Any) -> list[Any]:
+    """Return what tokenizer_config.json can change in an encoding beside tokenizer.json, without paths."""
+    values = {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, int | float)}
+    return [type(tokenizer).__name__, tokenizer.backend_tokenizer.encode_special_tokens, values]
 
 
 def _content(source: Source, sources: dict[str, str]) -> list[Any]:

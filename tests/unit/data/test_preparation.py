@@ -56,6 +56,19 @@ def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) ->
     assert not cached(name=moved), "its rows would be a.jsonl's"
 
 
+def test_prepared_data_of_a_tokenizer_with_other_settings_is_not_used(tokenizer, tmp_path) -> None:
+    """The setting changes token ids, but tokenizer.json does not hold it."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "split_special_tokens": True}))
+    other = load_tokenizer(Model(name=str(tmp_path / "model")))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Hello", "completion": "world"}\n')
+    data = Data.model_validate({"name": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path / "cache")})
+    assert [prepare(data, one, 0, None).cached for one in (tokenizer, tokenizer, other, other)] == [
+        False, True, False, True,
+    ]  # fmt: skip
+
+
 def test_what_is_found_prepared_names_the_files_of_this_run(tmp_path, tokenizer, monkeypatch) -> None:
     """The same recipe in another folder: what was prepared is found, and called by where it is now."""
     for place in ("one", "two"):
