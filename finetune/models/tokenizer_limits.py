@@ -75,6 +75,19 @@ def check(backend: Tokenizer, name: str) -> None:
                 code="tokenizer",
             )
         )
+    ids = backend.get_vocab(with_added_tokens=False)
+    if (shared := len(ids) - len({*ids.values()})) > 0:
+        raise UserError(
+            Problem(
+                "the tokenizer has one id for two tokens",
+                "model.name",
+                where=name,
+                found=f"{shared:,} tokens",
+                fix="use the tokenizer of another checkpoint",
+                why="the tokenizers library can't save such a tokenizer",
+                code="tokenizer",
+            )
+        )
     steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
     if (count := sum("type" in step for step in steps)) > MOST_STEPS:
         raise _refused("has too many steps", name, f"{count:,}", f"at most {MOST_STEPS:,}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 WORDS, LETTERS = "The cat, 12 dogs", ("x", "\u00e9", "\u4f60", "\U0001f600")
+ALPHABETS = (string.ascii_lowercase, string.ascii_uppercase, string.digits, string.punctuation)
 PROBE = "x \u00e9 \u4f60 \u0378 \U0001f600"
 UNLIMITED = int(1e30)  # transformers' own value for a tokenizer without a limit
 
@@ -89,6 +91,20 @@ def check_backend(backend: Tokenizer, name: str) -> None:
     Args:
         name: the name of the model, for messages.
     """
+    cut = backend.truncation or {"stride": 0}
+    if (
+        cut["stride"] and cut["stride"] >= cut["max_length"]
+    ):  # transformers refuses some of them, others panic
+        raise UserError(
+            Problem(
+                "the tokenizer's truncation has a stride that is not below its max_length",
+                "model.name",
+                where=name,
+                found=f"stride: {cut['stride']}, max_length: {cut['max_length']}",
+                fix='set "truncation": null in tokenizer.json',
+                code="tokenizer",
+            )
+        )
     backend.no_truncation()
     backend.no_padding()
     tokenizer_limits.check(backend, name)
@@ -112,15 +128,29 @@ def is_template(template: object) -> bool:
 
 
 def can_encode(backend: Tokenizer) -> bool:
-    """Return whether a tokenizer of the tokenizers library keeps usual and rare characters, and spaces."""
+    """Return whether a tokenizer of the tokenizers library keeps usual and rare characters, and spaces.
+
+    Usual letters, digits and punctuation also have different tokens, unless it does not know them.
+    """
     try:
         with panics_as_errors():
             texts = (WORDS, *LETTERS, PROBE)
             ids = [backend.encode(text, add_special_tokens=False).ids for text in texts]
             loses_spaces = backend.decode(ids[0]).strip().casefold() == WORDS.replace(" ", "").casefold()
-            return all(ids) and not loses_spaces
+            return all(ids) and not loses_spaces and all(_tells_apart(backend, group) for group in ALPHABETS)
     except Exception:  # the library's one type for every fault
         return False
+
+
+def _tells_apart(backend: Tokenizer, characters: str) -> bool:
+    """Return whether each character that the tokenizer knows has tokens of its own, also inside a word."""
+    unknown = {
+        *backend.encode("\U0002a6d6", add_special_tokens=False).ids[-1:]
+    }  # the rarest Chinese character
+    texts = [f"{character} 0{character}0" for character in ("", *characters)]
+    found = [tuple(one.ids) for one in backend.encode_batch(texts, add_special_tokens=False)]
+    known = [ids for ids in found if not unknown & {*ids}]
+    return len({*known}) == len(known)
 
 
 @contextlib.contextmanager

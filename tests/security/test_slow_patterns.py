@@ -15,7 +15,8 @@ from finetune.core import pattern_time
 from finetune.core.errors import UserError
 from finetune.core.pattern_time import Pattern
 from finetune.evaluation import reopen
-from finetune.models import tokenizer_limits
+from finetune.models import tokenizer_limits, tokenizer_setup
+from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
 from support.paths import MODEL, QUICKSTART
 from support.soak import soak_except
@@ -137,7 +138,9 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 MANY = [{"SpecialToken": {"id": "x", "type_id": 0}}] * 1001
-VOCABULARY = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+BPE = json.loads((MODEL / "tokenizer.json").read_text())["model"]
+VOCABULARY = BPE["vocab"]
+TRUNCATED = {"direction": "Right", "strategy": "LongestFirst"}
 
 
 def template(count: int) -> dict[str, Any]:
@@ -191,7 +194,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
             vocab=VOCABULARY,
         )
     },
-    "dropout": {"model": {**json.loads((MODEL / "tokenizer.json").read_text())["model"], "dropout": 0.5}},
+    "dropout": {"model": {**BPE, "dropout": 0.5}},
     "no spaces": {"pre_tokenizer": step("Whitespace")},
     "no bytes": {"pre_tokenizer": None},
     "no rare letters": {
@@ -199,6 +202,21 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
         "pre_tokenizer": None,
         "decoder": None,
     },
+    "no letters from a to m": {"normalizer": replace({"Regex": "[a-m]"}, "")},
+    "no capital letters": {"normalizer": replace({"Regex": "[A-Z]"}, "x")},
+    "no digits": {"normalizer": replace({"Regex": "[0-9]"}, "0")},
+    "no dot": {
+        "pre_tokenizer": step(
+            "Sequence",
+            pretokenizers=[
+                step("CharDelimiterSplit", delimiter="."),
+                step("ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True),
+            ],
+        )
+    },
+    "an id twice": {"model": {**BPE, "vocab": {**VOCABULARY, "a": VOCABULARY["b"]}}},
+    "a stride as long as a text": {"truncation": {**TRUNCATED, "max_length": 4, "stride": 4}},
+    "a stride longer than a text": {"truncation": {**TRUNCATED, "max_length": 1, "stride": 9}},
     "pieces without length": {"pre_tokenizer": step("FixedLength", length=0)},
 }
 
@@ -227,6 +245,19 @@ def test_padding_of_a_tokenizer_takes_no_memory(options: dict[str, Any], tmp_pat
     path.write_text(json.dumps({**json.loads(path.read_text()), "padding": {**PADDED, **options}}))
     ended = commands.run("check", str(QUICKSTART), f"model.name={tmp_path / 'model'}")
     assert not ended.wrong and ended.code == 0, ended
+
+
+@pytest.mark.parametrize("lengths", [(4, 0), (4, 3), (0, 0)])
+def test_truncation_of_a_tokenizer_cuts_no_text(lengths: tuple[int, int], tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    options = dict(zip(("max_length", "stride"), lengths, strict=True))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "truncation": {**TRUNCATED, **options}}))
+    texts, model = "a long text of many words", Model(name=str(tmp_path / "model"))
+    whole = tokenizer_setup.load_tokenizer(Model(name=str(MODEL)))(texts)["input_ids"]
+    loaded, read = tokenizer_setup.load_tokenizer(model), tokenizer_setup.read_tokenizer(model)
+    assert len(whole) > 4 and loaded(texts)["input_ids"] == whole
+    assert read and read.encode(texts).ids == whole
 
 
 LONG_TOKEN = "ab" * 1_500_000
