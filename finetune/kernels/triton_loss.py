@@ -94,7 +94,7 @@ def _gradient_in_fp8(logits, labels, codes, scale, nll, right, entropy, V, BN: t
         cols = start + tl.arange(0, BN)
         values = tl.load(logits + cols, cols < V, -1e30).to(tl.float32)
         p = tl.exp(values - log_z)
-        mean += p * values
+        mean += p * tl.maximum(values, -1e30)  # p of -inf is 0, and adds nothing
         gradient = p - tl.where(cols == target, 1.0, 0.0)
         tl.store(codes + cols, (gradient * inverse).to(tl.float8e4nv), cols < V)
     tl.store(entropy + row, log_z - tl.sum(mean, 0))

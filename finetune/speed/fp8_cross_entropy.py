@@ -124,7 +124,8 @@ def gradient_in_fp8(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Ten
     wide, target = logits.float(), labels.clamp(min=0)[:, None]
     log_z = wide.logsumexp(1, keepdim=True)
     gradient = (wide - log_z).exp()
-    entropy = log_z - (gradient * wide).sum(1, keepdim=True)
+    finite = wide.clamp(min=torch.finfo(wide.dtype).min)  # the probability of -inf is 0, and adds nothing
+    entropy = log_z - (gradient * finite).sum(1, keepdim=True)
     gradient.scatter_add_(1, target, torch.full_like(log_z, -1))
     nll, correct = log_z - wide.gather(1, target), wide.argmax(1) == labels
     return nll[:, 0], correct, entropy[:, 0], *quantize_rows(gradient)

@@ -496,3 +496,10 @@ def test_a_head_that_fp8_does_not_serve_says_why() -> None:
     ]
     wanted = ("float32", "trains", "bias", "softcap", "multiple of 16", "compute capability")
     assert all(word in reason for word, reason in zip(wanted, reasons, strict=True))
+
+
+def test_entropy_in_fp8_of_masked_vocabulary_is_that_of_the_other_tokens() -> None:
+    logits = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    logits[:, 20:] = -torch.inf
+    entropy = fp8_cross_entropy.gradient_in_fp8(logits, torch.tensor([0, 1, 2, -100]))[2]
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits[:, :20]).entropy())
