@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.hardware import gpus
 
+if TYPE_CHECKING:
+    import torch
+
+OF_AMD = (8, 0)
 DEVICE = "ACCELERATE_TORCH_DEVICE"
 
 
@@ -21,7 +26,7 @@ class Hardware:
     name: str
     count: int
     capability: tuple[int, int]
-    """CUDA compute capability; (0, 0) on the CPU."""
+    """As `capability` returns it; (0, 0) on the CPU."""
     memory_gib: float
     """Memory of one device."""
     cpu_cores: int
@@ -49,12 +54,23 @@ def detect() -> Hardware:
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if torch.cuda.is_available() and not launch_environment.on("ACCELERATE_USE_CPU"):  # set by the launch
         properties = torch.cuda.get_device_properties(0)
-        capability = (properties.major, properties.minor)
         memory = properties.total_memory / 2**30
         _check_variable("cuda", torch.cuda.device_count())
-        return Hardware("cuda", properties.name, torch.cuda.device_count(), capability, memory, cores)
+        return Hardware("cuda", properties.name, torch.cuda.device_count(), capability(0), memory, cores)
     _check_variable("cpu", 1)
     return Hardware("cpu", "CPU", 1, (0, 0), psutil.virtual_memory().total / 2**30, cores)
+
+
+def capability(device: torch.device | int) -> tuple[int, int]:
+    """Return the CUDA compute capability of a GPU, at most (8, 0) for a GPU of AMD.
+
+    torch returns the version of an AMD GPU's architecture, such as (9, 4). The fp8 and Hopper kernels that
+    finetune chooses by larger numbers are for NVIDIA GPUs.
+    """
+    import torch
+
+    found = torch.cuda.get_device_capability(device)
+    return min(found, OF_AMD) if torch.version.hip else found
 
 
 def _check_variable(device: str, count: int) -> None:

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from finetune.core import upstream_private
+from finetune.hardware import detection
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def flash4_backward(
     """Return the gradients of queries, keys and values."""
     _, backward = upstream_private.flash_attention_4()
     options = _flash4_options(borders, longest, scale, window, softcap)
-    can = torch.cuda.get_device_capability(query.device) < (
+    can = detection.capability(query.device) < (
         12,
         0,
     )  # the backward pass on RTX 50 raises an error otherwise

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from finetune.hardware import detection
 from finetune.kernels import ops
 from finetune.kernels.ops import act_of
 from finetune.kernels.registration import operator, shapes_of
@@ -140,11 +141,7 @@ def has_grouped_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether torch has a grouped kernel: bf16 on Hopper or later, rows of a multiple of 16 bytes."""
     widths = [size * weight.element_size() for size in weight.shape[1:]]
     aligned = not any(width % ALIGNED for width in widths)
-    return (
-        x.dtype == weight.dtype == torch.bfloat16
-        and aligned
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    )
+    return x.dtype == weight.dtype == torch.bfloat16 and aligned and detection.capability(x.device) >= (9, 0)
 
 
 @operator(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from finetune.hardware import detection
 from finetune.kernels import ops
 from finetune.kernels.expert_ops import multiply_tiles
 from finetune.kernels.kernel_limits import FP8_EXPERTS_CAPABILITY
@@ -27,7 +28,7 @@ if torch.cuda.is_available():
 
 def has_kernel(device: torch.device) -> bool:
     """Return whether the GPU has the kernels of this module."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == FP8_EXPERTS_CAPABILITY
+    return device.type == "cuda" and detection.capability(device) == FP8_EXPERTS_CAPABILITY
 
 
 @operator(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from finetune.core import upstream_private
+from finetune.hardware import detection
 from finetune.kernels.kernel_limits import FP8_CAPABILITY, FP8_MULTIPLE
 from finetune.kernels.ops import E4M3, quantize_rows, transpose
 
@@ -91,7 +92,7 @@ def codes_gradient(
 
 def has_gemm(device: torch.device) -> bool:
     """Return whether the device has fp8 GEMMs."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    return device.type == "cuda" and detection.capability(device) >= FP8_CAPABILITY
 
 
 class _FrozenLinear(torch.autograd.Function):
