@@ -100,7 +100,13 @@ def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | Non
         if token and name.endswith("_token") and (name in tokenizer_setup.NAMED or isinstance(token, str))
     }
     special.setdefault("pad_token", special["eos_token"])
-    if any(backend.token_to_id(special[name]) is None for name in ("eos_token", "pad_token")):
+    extra = [
+        token["content"] if isinstance(token, dict) else token
+        for token in tokenizer_setup.extra_tokens(settings)
+    ]
+    if any(
+        backend.token_to_id(text) is None for text in (special["eos_token"], special["pad_token"], *extra)
+    ):
         return None
     try:
         template = chat_template or tokenizer_setup.own_template(model)

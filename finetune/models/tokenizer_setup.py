@@ -289,9 +289,17 @@ def _has_usual_values(said: dict[str, Any]) -> bool:
         and all(number.isdecimal() and _is_token(token) for number, token in decoder.items())
         and all(side in ("left", "right") for side in sides)
         and isinstance(said.get("extra_special_tokens") or [], list | dict)
+        and isinstance(said.get("additional_special_tokens") or [], list)
         and isinstance(said.get("init_inputs") or [], list)
+        and all(map(_is_token, extra_tokens(said)))
         and not said.get("split_special_tokens")
     )
+
+
+def extra_tokens(said: dict[str, Any]) -> list[Any]:
+    """Return the special tokens without a usual name. transformers adds those that the vocabulary lacks."""
+    extra, older = said.get("extra_special_tokens") or [], said.get("additional_special_tokens") or []
+    return [*(extra.values() if isinstance(extra, dict) else extra), *older]
 
 
 def _is_token(value: object) -> bool:

@@ -10,12 +10,13 @@ import pytest
 
 from finetune.core.errors import UserError
 from finetune.data.encoding import make_encoder
-from finetune.models import tokenizer_files
+from finetune.models import tokenizer_files, tokenizer_setup
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.schema import Data, Model
 from support.paths import MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SAME = ("train_on", "own", "template", "way", "prompt_end", "after_turn", "leaves_out", "opening", "stops")
@@ -75,6 +76,10 @@ def test_read_gives_the_tokenizer_that_transformers_loads(
         {"eos_token": "<no such token>"},
         {"tokenizer_class": "ByT5Tokenizer"},
         {"pad_token": {"lstrip": False}},
+        {"additional_special_tokens": ["<no such token>"]},
+        {"extra_special_tokens": {"image_token": "<no such token>"}},
+        {"additional_special_tokens": [None, 5]},
+        {"extra_special_tokens": {"x": 5}},
     ],
 )
 def test_read_leaves_a_doubtful_tokenizer_to_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -82,6 +87,25 @@ def test_read_leaves_a_doubtful_tokenizer_to_transformers(settings: dict[str, An
     path = tmp_path / "model" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     assert tokenizer_files.read(Model(name=str(tmp_path / "model"))) is None
+
+
+@pytest.mark.parametrize("tokens", [[None, 5], [""], ["<one>", {"content": 5}]])
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
+def test_check_accepts_the_special_tokens_that_loading_accepts(
+    key: str, tokens: list[Any], tmp_path: Path
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: tokens}))
+    assert is_refused(tokenizer_setup.check, path.parent) == is_refused(load_tokenizer, path.parent)
+
+
+def is_refused(function: Callable[[Model], object], folder: Path) -> bool:
+    try:
+        function(Model(name=str(folder)))
+    except UserError:
+        return True
+    return False
 
 
 def test_read_ignores_padding_that_the_file_asks_for_as_loading_does(tmp_path: Path) -> None:
