@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from finetune.autoconfig import machine_setup, packing_support
+from finetune.autoconfig import (
+    compilation,
+    data_loader,
+    delta_net_kernels,
+    loss_support,
+    machine_setup,
+    mixed_precision,
+    optimizer_choice,
+    packing_support,
+)
 from finetune.autoconfig.machine_setup import Setup
+from finetune.core.errors import raise_if_any
 from finetune.hardware import detection
 from finetune.models import model_class, model_files
-from finetune.preflight import launch_conflicts, machine_checks, model_checks
+from finetune.preflight import launch_conflicts, model_checks
 from finetune.recipe.schema import Recipe
 
 
@@ -28,7 +38,14 @@ def setup_of(recipe: Recipe) -> Setup:
     packing_support.check(
         config, recipe.data, recipe.train, setup.attention.value, setup.launch.data_parallel_size
     )
-    machine_checks.check(recipe, config, setup)
+    delta_net_kernels.check(config, setup.hardware)
+    optimizer_choice.check(recipe.train, recipe.speed, setup)
+    compilation.check_compile(recipe.speed.compile, setup.hardware)
+    train_keys = recipe.train.passed_on()
+    data_loader.loader_of_launch(setup.hardware, train_keys)
+    mixed_precision.check_tf32(train_keys.get("tf32"), setup.hardware)
+    raise_if_any(loss_support.check_recipe(recipe, config))
+    loss_support.check_machine(recipe.speed.loss, setup.hardware, setup.launch.precision)
     return setup
 
 

@@ -18,21 +18,19 @@ def check_space(
     adapted: nn.Module,
     recipe: Recipe,
     launch: Launch,
-    where: str | None,
+    place: Path,
     groups: Path = training_state.GROUPS,
 ) -> None:
     """Check on rank 0 that the checkpoints fit on its disk, and a gathered checkpoint in its memory.
 
     Args:
+        place: the folder of the checkpoints.
         groups: the folder with the memory limits of this process's container.
     """
     section, evaluated = recipe.train, recipe.eval  # a checkpoint may also hold the best weights so far
     if section.save_strategy == "no" or optimizer_choice.unsaved(section, launch.keeper):
         return
-    place, weights = (
-        Path(where or "runs") / "checkpoints",
-        trainable_parameters.trainable(adapted).values(),
-    )
+    weights = trainable_parameters.trainable(adapted).values()
     sizes = [(sharded_tensors.shape(p).numel(), p.element_size()) for p in weights]
     trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
     masters = 4 if launch.splitter == "DeepSpeed" else 0  # ZeRO's fp32 weights, in addition to the moments

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate.utils import set_seed
@@ -135,12 +135,10 @@ def run(
         Console(quiet=verbosity == "quiet").say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
-    requested, claimed = (
-        _RunOptions(resumes, verbosity, callbacks),
-        lock.claimed(where, recipe.origin.path.stem),
-    )
+    requested = _RunOptions(resumes, verbosity, callbacks)
     with stopping.Stop(until).listening() as stop:
         try:
+            claimed = lock.claimed(where, recipe.origin.path.stem)
             with claimed as where, upstream_private.compile_settings():
                 recipe = choice_checks.pinned(recipe)
                 while True:  # with stronger settings while the first step runs out of memory
@@ -179,13 +177,11 @@ def _run(
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
     run, data, plan = _begin(recipe, where, requested, correction)
     with progress.phase(run.console, "loading the model"):
-        adapted, plan = _load(run, data, plan, where)
-    is_repeated = run.checkpoint is not None or bool(correction.changes)
+        adapted, plan = _load(run, data, plan)
     with (
-        recording(run.console, run.checks, run.folder, run.setup, again=is_repeated),
+        recording(run),
         trackers.running(data.arguments, run.folder) as tracked,
     ):
-        run = replace(run, correction=correction._replace(folder=str(run.folder.path)))
         plan = _write_start(run, data, adapted, plan)
         router = router_loss.count_experts(adapted.config)
         trainer = build(run, data, adapted, plan, stop, requested.callbacks)
@@ -222,6 +218,7 @@ def _begin(
     token_checks.check_texts(recipe, tokenizer)
     stopping.check(recipe.train, requested.resumes, setup.launch.keeper)
     checkpoint = collectives.from_main(lambda: resume.find(folder, requested.resumes))  # and verifies it
+    correction = correction._replace(folder=str(folder.path))
     run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
     data = RunData(tokenizer, prepared, arguments)
     batch = batch_setup.settle_batch(run, batch, arguments)
@@ -230,12 +227,8 @@ def _begin(
     return run, data, StepPlan(batch, steps, contract)
 
 
-def _load(run: RunContext, data: RunData, plan: StepPlan, where: str | None) -> tuple[Any, StepPlan]:
-    """Load the model, attach the adapter, apply the speed options, and find the micro-batch size.
-
-    Args:
-        where: the run folder that rank 0 has locked; `train.output_dir` on the other ranks.
-    """
+def _load(run: RunContext, data: RunData, plan: StepPlan) -> tuple[Any, StepPlan]:
+    """Load the model, attach the adapter, apply the speed options, and find the micro-batch size."""
     recipe, setup, report = run.recipe, run.setup, data.prepared.report["train"]
     adapted = model_setup.adapted_model(run, data, plan.steps)
     flops = apply_to_model.flops_per_token(adapted)
@@ -243,7 +236,7 @@ def _load(run: RunContext, data: RunData, plan: StepPlan, where: str | None) -> 
     work = step_work.work_of(adapted, recipe, setup, most, flops * whole * plan.steps)
     with stage("tried the speed options on the model", "speed"):
         choices = speed_setup.make_fast(run, adapted, data.arguments, work)
-    checkpoint_room.check_space(adapted, recipe, setup.launch, where)
+    checkpoint_room.check_space(adapted, recipe, setup.launch, run.folder.checkpoints)
     base = resume_facts.frozen_fingerprint(adapted, run.checkpoint, run.checks)
     contract = {**plan.contract, "base": base}
     plan = replace(plan, choices=choices, flops_per_token=flops, contract=contract)
@@ -287,17 +280,15 @@ def _train(
     Args:
         router: the values of the model's config that the Trainer has changed.
     """
-    recipe, setup, folder = run.recipe, run.setup, run.folder
-    adapted: Any = trainer.model
-    launch_checks.add_launch_checks(trainer, setup.launch, run.checks)
-    report = data.prepared.report["train"]
-    training_data.add_data_checks(recipe, data.tokenizer, report, run.console, run.checks)
+    folder, adapted = run.folder, cast("Any", trainer.model)
+    launch_checks.add_launch_checks(trainer, run.setup.launch, run.checks)
+    training_data.add_data_checks(run, data)
     with stop.later(), contextlib.closing(trainer.writer):
         with stage("trained the model", code=Exit.TRAINING):
-            train(trainer, recipe.adapter, run.checkpoint, run.checks)
+            train(run, trainer)
         router_loss.restore(adapted.config, router)
-        training_data.add_stream_check(data.prepared, run.console, run.checks)
-        live = verify_saved.remember(adapted, data.prepared.train, setup)
+        training_data.add_stream_check(run, data.prepared)
+        live = verify_saved.remember(adapted, data.prepared.train, run.setup)
         save(adapted, data.tokenizer, folder, folder.staging / "initial", run.console)
     verify_saved.add_file_checks(folder, live, trainer.first_step.plan.steps, run.checks)
     trainer.accelerator.free_memory()
@@ -311,9 +302,7 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
     )
     evaluating = progress.phase(run.console, "verifying the saved weights")
     with evaluating, stage("evaluated the model", "eval", code=Exit.TRAINING):
-        result = saved_evaluation.reopen_and_evaluate(
-            run.folder, live, validations, run.checks, run.recipe.model, run.setup
-        )
+        result = saved_evaluation.reopen_and_evaluate(run, live, validations)
     terminal.show_result(run.console, run.folder, run.checks, result)
 
 

@@ -72,15 +72,14 @@ class StepPlan:
 
 
 @contextlib.contextmanager
-def recording(
-    screen: Console, checks: RunChecks, folder: RunFolder, setup: Setup, *, again: bool
-) -> Iterator[None]:
+def recording(run: RunContext) -> Iterator[None]:
     """Write log.txt from now on, and write checks.json however the run ends.
 
-    Args:
-        again: whether to append to log.txt.
+    A resumed run, and a run that started again with a correction, append to log.txt.
     """
-    if setup.launch.main:
+    screen, folder, main = run.console, run.folder, run.setup.launch.main
+    if main:
+        again = run.checkpoint is not None or bool(run.correction.changes)
         screen.log_to(folder.path / "log.txt", again=again)
     ended, over = "", True  # the reason, if the run does not finish
     try:
@@ -105,6 +104,6 @@ def recording(
         with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
             if ended:
                 screen.log(*ended.split("\n"))
-            if setup.launch.main and over:
-                folder.write("checks.json", checks.as_json())
+            if main and over:
+                folder.write("checks.json", run.checks.as_json())
                 html_report.after(folder.path, screen)

@@ -13,16 +13,15 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
 
-from finetune.autoconfig.machine_setup import Setup
 from finetune.core.command_lines import command
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives
 from finetune.evaluation import evaluator, gpu_room
-from finetune.recipe.schema import Model
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import verify_saved
 from finetune.training.eval_callback import Validate
+from finetune.training.run_context import RunContext
 
 # Variables that a launcher sets for its processes, and that a process outside of the launch must not see
 _LAUNCHERS = re.compile(
@@ -30,7 +29,7 @@ _LAUNCHERS = re.compile(
 )
 
 
-def evaluate(folder: RunFolder, live: verify_saved.Live, checks: RunChecks) -> dict[str, Any]:
+def evaluate_in_new_process(folder: RunFolder, live: verify_saved.Live, checks: RunChecks) -> dict[str, Any]:
     """Evaluate the saved weights in another process, and return the content of eval.json.
 
     The saved weights are verified from the file alone.
@@ -73,7 +72,7 @@ def alone() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
 
 
-def evaluated(live: verify_saved.Live, folder: RunFolder, checks: RunChecks) -> dict[str, Any]:
+def evaluate_here(live: verify_saved.Live, folder: RunFolder, checks: RunChecks) -> dict[str, Any]:
     """Evaluate the saved weights, and return the content of eval.json.
 
     Weights that can't be loaded or verified are moved aside. Other errors, such as wrong options of the
@@ -95,20 +94,16 @@ def evaluated(live: verify_saved.Live, folder: RunFolder, checks: RunChecks) -> 
 
 
 def reopen_and_evaluate(
-    folder: RunFolder,
-    live: verify_saved.Live,
-    validations: Sequence[Validate],
-    checks: RunChecks,
-    model: Model,
-    setup: Setup,
+    run: RunContext, live: verify_saved.Live, validations: Sequence[Validate]
 ) -> dict[str, Any]:
     """Verify that the saved weights are the best trained weights, evaluate them, and return the results."""
     torch.compiler.reset()  # CUDA graphs hold the weights that they read
     clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
+    model, setup = run.recipe.model, run.setup
     if setup.launch.processes > 1 and collectives.from_main(lambda: gpu_room.too_large(model, setup)):
-        return evaluate(folder, live, checks)
-    result = evaluated(live, folder, checks)
+        return evaluate_in_new_process(run.folder, live, run.checks)
+    result = evaluate_here(live, run.folder, run.checks)
     for validation in validations:
-        validation.add_run_check(result["tuned"]["loss"], checks)
-    verify_saved.check(folder, checks)
+        validation.add_run_check(result["tuned"]["loss"], run.checks)
+    verify_saved.check(run.folder, run.checks)
     return result

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.adapters import adalora, trainable_parameters
-from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-from finetune.core.run_checks import RunChecks
 from finetune.distributed import deepspeed_zero, gradient_reduction
 from finetune.models import fingerprint
-from finetune.recipe.schema import Adapter
 from finetune.training import expert_use, launch_checks, optimizers, stopping, verify_saved
+from finetune.training.run_context import RunContext
 from finetune.training.trainer import Trainer
 
 
-def train(
-    trainer: Trainer, section: Adapter, checkpoint: VerifiedCheckpoint | None, checks: RunChecks
-) -> None:
+def train(run: RunContext, trainer: Trainer) -> None:
     """Train with run checks, and compare the weights before and after training."""
+    section, checkpoint, checks = run.recipe.adapter, run.checkpoint, run.checks
     checks.check()
     adapted: Any = trainer.model
     rounded = trainable_parameters.train_in_fp32(adapted) if section.type != "full" else {}

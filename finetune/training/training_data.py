@@ -8,18 +8,16 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing import checkpoints
-from finetune.core.console import Console
 from finetune.core.errors import Exit
-from finetune.core.run_checks import RunChecks
 from finetune.data import preparation
-from finetune.data.audit import Report
 from finetune.data.preparation import Prepared
 from finetune.distributed import collectives
 from finetune.models import tokenizer_setup
 from finetune.preflight import token_checks
-from finetune.recipe.schema import Model, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import load_data, resume_facts
+from finetune.training.run_context import RunContext, RunData
 
 
 def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -> Recipe:
@@ -64,13 +62,11 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
     return tokenizer, prepared
 
 
-def add_data_checks(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, report: Report, screen: Console, checks: RunChecks
-) -> None:
+def add_data_checks(run: RunContext, data: RunData) -> None:
     """Add run checks that examples train the end of a turn, and that packed sequences are full."""
-    data = recipe.data
-    add_template_check(recipe.model, tokenizer, screen, checks)
-    without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
+    report, section, checks = data.prepared.report["train"], run.recipe.data, run.checks
+    add_template_check(run, data.tokenizer)
+    without, allowed = report.counts.get("no_end_of_turn", 0), section.expect.no_end_of_turn
     ok = without <= allowed * report.kept  # as audited
     checks.add(
         "end-of-turn token trained",
@@ -83,19 +79,19 @@ def add_data_checks(
     if report.packing:
         checks.add(
             "data.packing",
-            expected=f"sequences of {data.max_length} tokens",
+            expected=f"sequences of {section.max_length} tokens",
             actual=f"{report.packing['rows']:.0f} sequences, {report.packing['fill']:.2%} full",
-            how=f"tokens of the packed sequences, divided by sequences x {data.max_length}",
+            how=f"tokens of the packed sequences, divided by sequences x {section.max_length}",
             ok=True,
         )
 
 
-def add_stream_check(prepared: Prepared, screen: Console, checks: RunChecks) -> None:
+def add_stream_check(run: RunContext, prepared: Prepared) -> None:
     """Add a run check of the examples skipped while streaming. The audit saw only the first examples."""
     if prepared.read is None:
         return
     read, left_out = map(sum, zip(*collectives.gathered(prepared.read.sum(0).tolist()), strict=True))
-    checks.add(
+    run.checks.add(
         "skipped examples of the stream",
         expected="as few as data.expect allows",
         actual=f"{left_out:,} of {read:,}",
@@ -103,24 +99,23 @@ def add_stream_check(prepared: Prepared, screen: Console, checks: RunChecks) -> 
         ok=True,
     )
     if left_out:
-        screen.say(f"note: training skipped {left_out:,} of {read:,} streamed examples")
+        run.console.say(f"note: training skipped {left_out:,} of {read:,} streamed examples")
 
 
-def add_template_check(
-    section: Model, tokenizer: PreTrainedTokenizerBase, screen: Console, checks: RunChecks
-) -> None:
+def add_template_check(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add a run check of the chat template, and note a template that differs from the base model's."""
     if tokenizer.chat_template is None:
         return
+    section = run.recipe.model
     own, used = (
         tokenizer_setup.digest(text) if text else "none"
         for text in (tokenizer_setup.own_template(section), tokenizer.chat_template)
     )
-    checks.add(
+    run.checks.add(
         "chat template",
         own,
         used,
         "sha256 of the base repository's template, and of the template in use",
         ok=True,
     )
-    screen.say(*(f"note: {said}" for said in tokenizer_setup.foreign_template(section, tokenizer)))
+    run.console.say(*(f"note: {said}" for said in tokenizer_setup.foreign_template(section, tokenizer)))

@@ -243,7 +243,7 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
         setup, launch=dataclasses.replace(setup.launch, sharded="FSDP", splitter="FSDP")
     )
     no = loader.load(QUICKSTART, ["adapter.type=full", "train.save_strategy=no"])
-    where = str(tmp_path / "run")
+    where = tmp_path / "run" / "checkpoints"
     for recipe, own in ((loaded, setup), (no, split)):
         checkpoint_room.check_space(model, recipe, own.launch, where, tmp_path)
     if fits:
@@ -260,7 +260,7 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
     monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
     for evaluated in (Eval(), Eval(eval_steps=2), Eval(eval_steps=2, load_best_model_at_end=False)):
         recipe = loaded.model_copy(update={"eval": evaluated})
-        checkpoint_room.check_space(model, recipe, setup.launch, str(tmp_path))
+        checkpoint_room.check_space(model, recipe, setup.launch, tmp_path)
     assert told == [1200, 1600, 1200], "weights and moments in fp32"
 
 

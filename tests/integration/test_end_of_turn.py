@@ -18,9 +18,10 @@ def test_the_run_check_allows_what_the_audit_allows() -> None:
     checks, loaded = RunChecks(), loader.load(QUICKSTART, ["data.expect.no_end_of_turn=0.7"])
     for without in (7, 8):
         report = Report(kept=10, counts={"no_end_of_turn": without})
-        training_data.add_data_checks(
-            loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), checks
-        )
+        run = SimpleNamespace(recipe=loaded, checks=checks)
+        prepared = SimpleNamespace(report={"train": report})
+        data = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None), prepared=prepared)
+        training_data.add_data_checks(run, data)
     assert [(one["actual"], one["passed"]) for one in checks.as_json()] == [
         ("3 examples", True),
         ("2 examples", False),

@@ -38,7 +38,7 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     )
     before, checks = run.read("eval.json"), RunChecks()
     (run.path / "eval.json").unlink()
-    made = saved_evaluation.evaluate(run, live, checks)
+    made = saved_evaluation.evaluate_in_new_process(run, live, checks)
     assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
     assert checks.entries[-1].actual == f"all {len(shapes)}"
     other = run_folder.RunFolder(shutil.copytree(run.path, tmp_path / "other"))
@@ -47,12 +47,12 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, path)
     with pytest.raises(UserError, match="saved tensors") as raised:
-        saved_evaluation.evaluate(run, live, RunChecks())
+        saved_evaluation.evaluate_in_new_process(run, live, RunChecks())
     assert raised.value.code == 4 and not run.adapter.exists()
     config = other.adapter / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 3}))
     with pytest.raises(UserError, match="the saved weights can't be loaded") as raised:
-        saved_evaluation.evaluate(other, live, RunChecks())
+        saved_evaluation.evaluate_in_new_process(other, live, RunChecks())
     assert raised.value.code == 4 and not other.adapter.exists()
 
 

@@ -337,13 +337,14 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
 def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
     """The error names the full disk, not log.txt and checks.json."""
     setup: Any = SimpleNamespace(launch=SimpleNamespace(main=True))
-    given = Console(quiet=True), RunChecks(), RunFolder(tmp_path), setup
+    recipe: Any = None
+    run = run_context.RunContext(recipe, setup, RunChecks(), Console(quiet=True), RunFolder(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow, as on a full disk
     try:
-        with pytest.raises(UserError, match="no checkpoint"), run_context.recording(*given, again=False):
+        with pytest.raises(UserError, match="no checkpoint"), run_context.recording(run):
             raise UserError(Problem("no checkpoint"))
-        with pytest.raises(OSError, match="File too large"), run_context.recording(*given, again=False):
+        with pytest.raises(OSError, match="File too large"), run_context.recording(run):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

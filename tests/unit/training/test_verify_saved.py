@@ -47,7 +47,7 @@ def test_weights_stay_where_memory_or_a_device_fails(error: Any, trained, monkey
     run = trained()
     monkeypatch.setattr(loading, "load", Mock(side_effect=error))
     with pytest.raises(RuntimeError):
-        saved_evaluation.evaluated(cast("Any", None), run, RunChecks())
+        saved_evaluation.evaluate_here(cast("Any", None), run, RunChecks())
     assert run.finished
 
 
@@ -61,7 +61,7 @@ def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained,
     else:
         monkeypatch.setattr(lm_eval_harness, "check", Mock(side_effect=UserError("no such task")))
     with pytest.raises(UserError) as raised:
-        saved_evaluation.evaluated(cast("Any", None), run, RunChecks())
+        saved_evaluation.evaluate_here(cast("Any", None), run, RunChecks())
     assert raised.value.code == code and run.finished is (wrong == "task file")
     said = str(raised.value)
     named = f"can't load the saved weights ({run.adapter})" in said
@@ -80,7 +80,9 @@ def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) ->
     best = SimpleNamespace(
         add_run_check=lambda loss, checks: checks.add("best weights saved", 1.0, loss, "-")
     )
-    given: Any = (folder, None, [best], checks, None, setup)
+    recipe = SimpleNamespace(model=None)
+    run: Any = SimpleNamespace(folder=folder, checks=checks, setup=setup, recipe=recipe)
+    live, validations = cast("Any", None), cast("Any", [best])
     with pytest.raises(UserError, match="best weights saved"):
-        saved_evaluation.reopen_and_evaluate(*given)
+        saved_evaluation.reopen_and_evaluate(run, live, validations)
     assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()
