@@ -46,7 +46,7 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for path in find_weight_files(folder, key):
         try:
-            found |= _header(path)
+            header = _header(path)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             refuse_lfs_pointer(path, key)
             raise UserError(
@@ -59,6 +59,19 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
                     code="model-files",
                 )
             ) from error
+        if twice := sorted(found.keys() & header.keys()):
+            raise UserError(
+                Problem(
+                    f"the weight files hold {len(twice)} tensors twice",
+                    key,
+                    where=str(path),
+                    found=", ".join(twice[:3]),
+                    fix=DOWNLOAD,
+                    why="transformers could load another tensor than the one that the index names",
+                    code="model-files",
+                )
+            )
+        found |= header
     return found
 
 

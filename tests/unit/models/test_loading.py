@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from finetune.autoconfig import base_quantization, launch_settings, machine_setup
@@ -18,8 +19,11 @@ from finetune.distributed import deepspeed_zero
 from finetune.hardware.detection import Hardware
 from finetune.models import generation_config, loading, tokenizer_setup
 from finetune.models.fingerprint import fingerprint
+from finetune.preflight import checker, choice_checks
+from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from support.architectures import CONFIGS
+from support.paths import MODEL, QUICKSTART
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80, 64)
@@ -347,3 +351,20 @@ def test_experts_of_sizes_that_grouped_gemms_cannot_take_run_one_by_one(
     assert model.get_experts_implementation() == {"": chosen} and len(checks.notes) == (chosen == "eager")
     ids = torch.arange(3, 15)[None]
     model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_tensor_in_two_weight_files_is_refused_by_check_and_train(weightless: Path) -> None:
+    """transformers would load the tensor of the last file, whatever the index says."""
+    tensors = load_file(MODEL / "model.safetensors")
+    name = "model.norm.weight"
+    save_file(tensors, weightless / "a.safetensors", {"format": "pt"})
+    save_file({name: torch.zeros_like(tensors[name])}, weightless / "b.safetensors", {"format": "pt"})
+    index = {**dict.fromkeys(tensors, "a.safetensors"), "other": "b.safetensors"}
+    (weightless / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    recipe = loader.load(QUICKSTART, [f"model.name={weightless}"])
+    with pytest.raises(UserError, match="hold 1 tensors twice"):
+        checker.check(recipe)
+    with pytest.raises(UserError, match="hold 1 tensors twice"):
+        loading.load(recipe.model, choice_checks.setup_of(recipe), "cpu")
