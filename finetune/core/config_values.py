@@ -43,16 +43,31 @@ _POSITIVE = frozenset(
 _ONE_NUMBER = frozenset({"vocab_size", "hidden_size", "max_position_embeddings", "n_positions"})
 # Sections that transformers reads as the config of the text model
 _SECTIONS = frozenset({"decoder", "generator", "text_config", "text_encoder"})
-# Members of transformers' PreTrainedConfig, which would set a key of this name in place of the member
+# Attributes of transformers' config classes that a file can replace, and that hold an object or names
+_OBJECTS = _SECTIONS | {
+    "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "sub_configs",
+    "sub_configs_defaults", "per_layer_config",
+}  # fmt: skip
+_NAMES = frozenset({"architectures", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference"})
+# Methods and fixed properties of transformers' PreTrainedConfig: a key of this name would take their place
 MEMBERS = frozenset(
     {
-        "attribute_map", "convert_rope_params_to_dict", "default_config_fields", "dict_dtype_to_str",
-        "from_dict",
-        "from_json_file", "from_pretrained", "get_config_dict", "get_mtp_config", "get_text_config",
-        "is_custom_code", "is_remote_code", "nested_rope_parameter_keys", "push_to_hub",
+        "_check_received_keys", "_decode_special_floats", "_dict_from_json_file", "_encode_special_floats",
+        "_get_config_dict", "_get_files_timestamps", "_get_generation_parameters",
+        "_getattr_without_heterogeneous_validation", "_hasattr_without_heterogeneous_validation",
+        "_iter_config_keys_with_heterogeneous_adjustment", "_remove_keys_not_serialized",
+        "_update_heterogeneous_to_dict_output", "_upload_modified_files", "_validate_axial_rope_parameters",
+        "_validate_default_rope_parameters", "_validate_dynamic_rope_parameters",
+        "_validate_linear_rope_parameters", "_validate_llama3_rope_parameters",
+        "_validate_longrope_rope_parameters", "_validate_proportional_rope_parameters",
+        "_validate_yarn_rope_parameters", "attribute_map", "convert_rope_params_to_dict",
+        "default_config_fields", "dict_dtype_to_str", "from_dict", "from_json_file", "from_pretrained",
+        "get_config_dict", "get_mtp_config", "get_text_config", "is_custom_code", "is_heterogeneous",
+        "is_remote_code", "nested_rope_parameter_keys", "per_layer_attributes", "push_to_hub",
         "register_for_auto_class", "save_pretrained", "standardize_rope_params", "to_dict", "to_diff_dict",
-        "to_json_file", "to_json_string", "update", "update_from_string", "validate", "validate_architecture",
-        "validate_layer_type", "validate_output_attentions", "validate_rope", "validate_token_ids",
+        "to_json_file", "to_json_string", "update", "update_from_string", "use_return_dict", "validate",
+        "validate_architecture", "validate_layer_type", "validate_output_attentions", "validate_rope",
+        "validate_token_ids",
     }
 )  # fmt: skip
 
@@ -134,7 +149,9 @@ def _other_type(name: str, value: object) -> str:
         ids = value if isinstance(value, list) else [value]
         if len(ids) > MOST_TOKENS or not all(type(one) is int for one in ids):
             return f"an integer, or a list of at most {MOST_TOKENS:,} integers"
-    if name in _SECTIONS and not isinstance(value, dict):
+    if name.endswith("_implementation") and not isinstance(value, str | dict):
+        return "a string"
+    if name in _OBJECTS and not isinstance(value, dict):
         return "an object"
     is_names = isinstance(value, list) and all(isinstance(one, str) for one in value)
-    return "" if name != "architectures" or is_names else "a list of strings"
+    return "" if name not in _NAMES or is_names else "a list of strings"

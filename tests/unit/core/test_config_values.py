@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig, logging
@@ -38,11 +39,26 @@ def test_the_axes_of_a_quantization_are_no_sizes_of_the_model(tmp_path) -> None:
 
 def test_a_key_that_replaces_a_method_of_transformers_is_refused() -> None:
     """With `save_pretrained: 3`, full fine-tuning would fail when it saves the model."""
-    methods = {name for name in dir(PreTrainedConfig) if callable(getattr(PreTrainedConfig, name))}
-    assert {name for name in methods if not name.startswith("_")} | {"attribute_map"} == config_values.MEMBERS
+    members = {name: getattr(PreTrainedConfig, name, None) for name in dir(PreTrainedConfig)}
+    fixed = {
+        name
+        for name, member in members.items()
+        if callable(member) or (isinstance(member, property) and member.fset is None)
+    }
+    assert {name for name in fixed if not name.startswith("__")} | {"attribute_map"} == config_values.MEMBERS
     for name in (*sorted(config_values.MEMBERS), "__class__"):
         for config in ({name: 3}, {"text_config": {name: "x"}}):
             (problem,) = untrusted_files.problems_of_config(config, Path("config.json"), "model.name")
             assert problem.found == name
     labels = {"label2id": {"update": 1}, "quantization_config": {"update": 1}}
     assert not list(untrusted_files.problems_of_config(labels, Path("config.json"), "model.name"))
+
+
+@pytest.mark.parametrize("value", [5, True, "x", [5]])
+@pytest.mark.parametrize(
+    "name", ["base_model_tp_plan", "base_model_pp_plan", "sub_configs", "keys_to_ignore_at_inference"]
+)
+def test_an_attribute_of_a_config_class_with_another_type_is_refused(name: str, value: Any) -> None:
+    """Other checks take a number of an unknown key for a size."""
+    (problem,) = untrusted_files.problems_of_config({name: value}, Path("config.json"), "model.name")
+    assert problem.found.startswith(f"{name}: ") and problem.code == "model-config"
