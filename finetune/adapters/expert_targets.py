@@ -54,17 +54,6 @@ class Resolved(NamedTuple):
     """Full names of linear layers that "all-linear" skips, because an adapter would not train on them."""
 
 
-def stacked(names: Names) -> list[tuple[str, str]]:
-    """Return the module and the name of each parameter that stacks the weights of experts."""
-    parameters = list[tuple[str, str]]()
-    for name, shape in names.shapes.items():
-        holder, _, parameter = name.rpartition(".")
-        experts = "experts" in holder or "Experts" in names.kinds.get(holder, "")
-        if len(shape) == 3 and experts:
-            parameters.append((holder, parameter))
-    return parameters
-
-
 def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
     """Return the options that PEFT gets for a recipe's options. `check`, `plan` and `train` call this.
 
@@ -72,7 +61,7 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
         peft: PEFT's name of the adapter type.
     """
     options = target_modules.with_targets(options, peft, names)
-    targets, stacks = options.get("target_modules"), stacked(names)
+    targets, stacks = options.get("target_modules"), names.stacked_experts
     every = targets == WITH_EXPERTS
     plain = {**options, "target_modules": target_modules.EVERYTHING} if every else options
     if isinstance(targets, set | frozenset):
@@ -179,7 +168,7 @@ def _targets(options: Mapping[str, Any], modules: list[str], others: list[str], 
         targets = [one for one in usable if _matches(one, modules)]
     rest = [one for one in modules if not any(target_modules.is_suffix(target, one) for target in targets)]
     short = dict.fromkeys(map(module_names.short, rest))
-    stacks = (f"{holder}.{parameter}" for holder, parameter in stacked(names))
+    stacks = (f"{holder}.{parameter}" for holder, parameter in names.stacked_experts)
     known = [*names.kinds, *names.tower_kinds, *stacks]
     for last in short:
         same = [one for one in rest if module_names.short(one) == last]
@@ -242,7 +231,7 @@ def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
     key, resolved = "adapter.target_modules", resolve(options, names, peft)
     target = str(options.get("target_modules"))
     said = [untrainable_layers.note(resolved.untrained, names, peft, target)] if resolved.untrained else []
-    if options.get("target_modules") == target_modules.EVERYTHING and stacked(names):
+    if options.get("target_modules") == target_modules.EVERYTHING and names.stacked_experts:
         what = f"{key}: {target_modules.EVERYTHING} adapts the linear layers"
         if peft != "lora" or options.get("use_dora"):
             said.append(f"{what}, not the stacked experts. PEFT adapts experts only with LoRA")
@@ -277,14 +266,14 @@ def storage_note(names: Names, config: ModelConfig, storage: str) -> str:
 
 def stacks_in_bf16(names: Names) -> str:
     """Return the size in bf16 and the names of stacked experts; empty without them."""
-    experts = [f"{holder}.{parameter}" for holder, parameter in stacked(names)]
+    experts = [f"{holder}.{parameter}" for holder, parameter in names.stacked_experts]
     size = formatting.size(sum(2 * prod(names.shapes[one]) for one in experts))
     return f"{size} of {', '.join(_shortest(experts, names))}" if experts else ""
 
 
 def stays_in_bf16(names: Names, config: ModelConfig, storage: str) -> str:
     """Return why a quantized base model does not quantize stacked experts; empty if it does."""
-    if not stacked(names):
+    if not names.stacked_experts:
         return ""
     if storage not in kernel_limits.EXPERTS_STORAGES:
         return f"{storage} quantizes only nn.Linear layers"

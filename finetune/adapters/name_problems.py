@@ -700,7 +700,7 @@ def _no_experts(names: Names, peft: str) -> Problem | None:
             fix=fix,
             code="target-modules",
         )
-    if expert_targets.stacked(names) or any(".experts." in name for name in names.linear):
+    if names.stacked_experts or any(".experts." in name for name in names.linear):
         return None
     what = "the model has no experts"
     if any("experts" in name for name in names.kinds):

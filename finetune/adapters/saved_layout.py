@@ -24,7 +24,7 @@ def check_layout(folder: Path, names: Names, peft: str) -> list[Problem]:
     tensors = {name.partition(".lora_")[0] for name in checkpoint_headers.tensors(folder)}
     apart = sorted(name for name in tensors if re.search(r"\.experts\.\d+\.", name))
     together = sorted(name for name in tensors if re.search(r"\.experts(\.base_layer)?$", name))
-    stacked, listed = expert_targets.stacked(names), any(".experts.0." in name for name in names.linear)
+    stacked, listed = names.stacked_experts, any(".experts.0." in name for name in names.linear)
     converts = peft == "lora" and bool(expert_targets.rewritten(names))
     if apart and stacked and not converts:
         return [

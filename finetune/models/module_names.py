@@ -80,6 +80,16 @@ class Names:
         return {**self.shapes, **{name: self.shapes[first] for name, first in self.shared.items()}}
 
     @cached_property
+    def stacked_experts(self) -> list[tuple[str, str]]:
+        """Return the module and the name of each parameter that stacks the weights of experts."""
+        parts = (name.rpartition(".")[::2] for name, shape in self.shapes.items() if len(shape) == 3)
+        return [
+            (holder, parameter)
+            for holder, parameter in parts
+            if "experts" in holder or "Experts" in self.kinds.get(holder, "")
+        ]
+
+    @cached_property
     def tower_linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the same for the linear layers of a multimodal model's encoders."""
         return _linear_shapes(self.tower_kinds, self.tower_shapes, "")

@@ -63,7 +63,7 @@ def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str)
                 code="quantization",
             )
         ]
-    quantized = storage in kernel_limits.EXPERTS_STORAGES and expert_targets.stacked(names) and not reason
+    quantized = storage in kernel_limits.EXPERTS_STORAGES and names.stacked_experts and not reason
     if quantized and (splitter := launch_environment.splitter()):
         return [
             Problem(
@@ -92,7 +92,7 @@ def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -
     """Return the problems of adapter options that quantized experts don't support."""
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
     storage = adapter_types.base_storage(recipe.adapter.type, recipe.model.quantization)
-    if not storage or not expert_targets.stacked(names):
+    if not storage or not names.stacked_experts:
         return []
     if expert_targets.stays_in_bf16(names, config, storage):
         return []
@@ -156,7 +156,7 @@ def check_sharded_experts(recipe: Recipe, names: Names) -> list[Problem]:
 def _ranks_on_experts(recipe: Recipe, names: Names) -> dict[str, int]:
     """Return the rank of each adapter on stacked experts, by the name of their parameter."""
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
-    if kind.peft != "lora" or not expert_targets.stacked(names):
+    if kind.peft != "lora" or not names.stacked_experts:
         return {}
     resolved = expert_targets.resolve({**kind.defaults, **options, **kind.sets}, names, kind.peft)
     return expert_targets.parameter_ranks(resolved.options, names)
