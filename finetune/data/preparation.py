@@ -93,7 +93,11 @@ def prepare(
     from datasets import Dataset
 
     sources = source_loading.fingerprints(data)
-    folder = cache_folder(data) / _key(data, tokenizer, seed, [vocabulary, sorted(declared)], sources)
+    content = [
+        [_content(source, sources) for source in source_loading.sources(data)],
+        sorted(sources.values()),
+    ]
+    folder = cache_folder(data) / _key(data, tokenizer, seed, [vocabulary, sorted(declared)], content)
     reports_by_split, note = _read_cached(folder)
     cached = reports_by_split is not None
     if reports_by_split is None:
@@ -101,7 +105,7 @@ def prepare(
         # Preparation allocates millions of small lists without cycles, so garbage collection only costs time
         gc.disable()
         try:
-            reports = _build(building, data, encoders(tokenizer, data, declared), seed, vocabulary, sources)
+            reports = _build(building, data, encoders(tokenizer, data, declared), seed, vocabulary)
             prepared_cache.seal(building, folder.name, reports)
             prepared_cache.publish(building, folder)
         finally:
@@ -114,10 +118,6 @@ def prepare(
         "passed_by": source_loading.passed_by(data),
         "folders": source_loading.notes_on_folders(data),
     }
-    content = [
-        [_content(source, sources) for source in source_loading.sources(data)],
-        sorted(sources.values()),
-    ]
     train: Any = Dataset.from_file(str(folder / prepared_cache.ROWS))
     reports = {name: Report(**values) for name, values in reports_by_split.items()}
     reports["train"].notes += [note] if note else []
@@ -453,7 +453,6 @@ def _build(
     encoder_for: Callable[[bool], Encoder],
     seed: int,
     vocabulary: int | None,
-    sources: dict[str, str],
 ) -> dict[str, Any]:
     """Write rows.arrow and return the reports."""
     from finetune.data.arrow_store import Documents
@@ -480,7 +479,6 @@ def _build(
     audit.check(data, held.report.kept)
     rows = report.rows - report.counts.get("unreadable", 0)
     report.notes += source_loading.note_on_share(data, rows + held.report.rows, held.report.rows)
-    report.sources = sources
     order, counts, fill = sequences(data, audit, times)
     if data.packing:
         report.packing = {"rows": len(counts), "budget": data.max_length, "fill": fill}
@@ -502,16 +500,21 @@ def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
     return int(weight) + once_more.astype(np.int64)
 
 
-def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[str, str]) -> str:
-    """Return a hash of everything that the prepared data depends on. It names the cache folder."""
+def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], content: list[Any]) -> str:
+    """Return a hash of everything that the prepared data depends on. It names the cache folder.
+
+    Args:
+        model: the size of the vocabulary, and the tokens that end an answer.
+        content: the weights and hashes of the sources in order, and all hashes.
+    """
     random = data.validation_fraction is not None or any(s.weight % 1 for s in source_loading.sources(data))
     parts = {
         "data": data.model_dump(
             exclude={"cache_dir", "template_date", "max_example_bytes", "max_uncompressed_bytes"}
         ),  # includes the names of the files, because positions in the data contain them
         "date": dated(data, tokenizer).template_date,
-        "mix": [_content(source, sources) for source in source_loading.sources(data)],
-        "sources": sorted(sources.values()),
+        "mix": content[0],
+        "sources": content[1],
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "special": tokenizer.special_tokens_map,
         "settings": _settings(tokenizer),
