@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from finetune.autoconfig import loss_support
 from finetune.core.errors import Problem, UserError
 from finetune.models import module_lists, tokenizer_setup
 from finetune.recipe import adapter_types
@@ -27,6 +28,7 @@ _CHECKED = frozenset(
         "init_ia3_weights",
     }
 )  # fmt: skip
+_ROWS = ("modules_to_save", "trainable_token_indices")  # options that train embeddings and the output head
 STEPS = 1000  # steps of AdaLoRA's schedule if the recipe does not set `train.max_steps`
 
 
@@ -40,6 +42,9 @@ def is_needed(recipe: Recipe) -> bool:
         return Path(recipe.adapter.source).exists()
     if not kind.peft or options.get("init_lora_weights") in adapter_types.PREPARED_INITS:
         return False
+    trains_rows = recipe.model.add_tokens or any(options.get(key) for key in _ROWS)
+    if trains_rows and recipe.speed.loss in loss_support.CHUNKED:  # PEFT may wrap the output head
+        return True
     unset = any(value is None and key.endswith("_pattern") for key, value in options.items())
     other_norms = kind.peft == "ln_tuning" and options.get("target_modules") is not None
     return kind.peft not in _CHECKED_TYPES or not options.keys() <= _CHECKED or unset or other_norms
@@ -57,6 +62,7 @@ def check_on_meta(recipe: Recipe, folder: Path) -> list[Problem] | None:
     from finetune.core.run_checks import RunChecks
     from finetune.models import meta_forward
     from finetune.preflight import gradient_probe
+    from finetune.speed import lm_head_loss
 
     steps = recipe.train.max_steps or STEPS
     logging.disable(logging.WARNING)
@@ -67,9 +73,12 @@ def check_on_meta(recipe: Recipe, folder: Path) -> list[Problem] | None:
             added = _add_rows(model, recipe.model)
             inputs = meta_forward.inputs(model)
             adapted = attach.attach(model, recipe.adapter, steps, RunChecks(), added=added)
-            if (
-                recipe.adapter.source or not inputs
-            ):  # `check_layout` finds what would not train of a saved adapter
+            if recipe.speed.loss in loss_support.CHUNKED:
+                base = lm_head_loss.base_model_of(adapted)
+                if reason := lm_head_loss.wrapped_reason(base):
+                    return [loss_support.refusal(recipe.speed.loss, reason)]
+            # `check_layout` finds what would not train of a saved adapter
+            if recipe.adapter.source or not inputs:
                 return []
             return gradient_probe.problems_on_meta(adapted, recipe.adapter, inputs)
     except UserError as error:

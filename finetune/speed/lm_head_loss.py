@@ -257,9 +257,9 @@ def head_unsupported_reason(base: PreTrainedModel | PeftModel) -> str:
     The check compares the logits of `formula` with the logits of the model's own forward for the same hidden
     states. No layer runs.
     """
-    head = base.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:
-        return f"the output head is not a plain nn.Linear ({type(head).__name__})"
+    if reason := wrapped_reason(base):
+        return reason
+    head: Any = base.get_output_embeddings()
     if head.weight.is_meta:
         return "the output head is offloaded"
     if head.weight.dtype not in ALLOWED:
@@ -276,6 +276,13 @@ def head_unsupported_reason(base: PreTrainedModel | PeftModel) -> str:
             f"this model's logits differ from the logits of its head (relative difference {difference:.1g})"
         )
     return ""
+
+
+def wrapped_reason(base: Any) -> str:
+    """Return why a head that is no nn.Linear, such as PEFT's wrapper, excludes the chunked loss; else ""."""
+    head = base.get_output_embeddings()
+    plain = type(head) is torch.nn.Linear
+    return "" if plain else f"the output head is not a plain nn.Linear ({type(head).__name__})"
 
 
 @torch.no_grad()

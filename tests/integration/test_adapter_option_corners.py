@@ -201,7 +201,8 @@ def test_the_recipe_that_made_an_adapter_goes_on_from_it(saved, given, saved_lor
         "adapter.r=2",
         "adapter.lora_alpha=8",
     ]
-    assert checker._adapter(loader.load(QUICKSTART, [*options, *given])) == []
+    recipe = loader.load(QUICKSTART, [*options, *given])
+    assert checker._adapter(recipe, checker._config(recipe.model)) == []
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.models import loading, module_lists
 from finetune.preflight import adapter_trial, checker, choice_checks
 from finetune.recipe import loader
+from finetune.speed import lm_head_loss
 from support.paths import MODEL, QUICKSTART
 
 # An option that makes a trial necessary
@@ -45,7 +46,7 @@ def test_rows_of_added_tokens_can_train(token: int, refused: bool, tried: list[s
         QUICKSTART, ["model.add_tokens=[<a>, <b>]", f"adapter.trainable_token_indices=[{token}]", *tried]
     )
     with contextlib.suppress(UserError) if refused else contextlib.nullcontext():
-        notes = checker._adapter(recipe) + checker._trial(recipe)
+        notes = checker._adapter(recipe, checker._config(recipe.model)) + checker._trial(recipe)
         assert not refused and any("PEFT accepts" in note for note in notes) == bool(tried)
     model = loading.load(recipe.model, choice_checks.setup_of(recipe), "cpu")
     with pytest.raises(UserError) if refused else contextlib.nullcontext():
@@ -92,3 +93,28 @@ def test_tensors_of_an_adapter_to_continue_from_are_compared_with_the_model(
     with pytest.raises(UserError, match=refused) as of_train:
         attach.attach(model, recipe.adapter, 20, RunChecks())
     assert str(of_check.value) == str(of_train.value)
+
+
+@pytest.mark.parametrize("loss", ["chunked", "auto"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["model.add_tokens=[<new>]"],
+        ["adapter.modules_to_save=[embed_tokens, lm_head]"],
+        ["adapter.trainable_token_indices=[5]"],
+        ["adapter.modules_to_save=[norm]"],
+    ],
+)
+def test_chunked_loss_of_a_head_that_peft_wraps_is_refused_as_in_training(
+    options: list[str], loss: str, untied: Path
+) -> None:
+    recipe = loader.load(QUICKSTART, [*options, f"model.name={untied}", f"speed.loss={loss}"])
+    model = loading.load(recipe.model, choice_checks.setup_of(recipe), "cpu")
+    adapted = attach.attach(
+        model, recipe.adapter, 20, RunChecks(), added=[4096] if recipe.model.add_tokens else []
+    )
+    reason = lm_head_loss.head_unsupported_reason(lm_head_loss.base_model_of(adapted))
+    assert bool(reason) == ("norm" not in options[0] and "indices" not in options[0])
+    with pytest.raises(UserError) if reason and loss == "chunked" else contextlib.nullcontext() as raised:
+        checker.check(recipe)
+    assert raised is None or reason in str(raised.value)
