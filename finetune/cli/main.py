@@ -62,11 +62,12 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. A user's error prints one message without a traceback."""
     privacy.switch_off_telemetry()
     if given is None:  # this process runs only the command, so uncaught errors are masked too
-        import_paths.leave_working_directory()
         sys.excepthook = privacy.excepthook
         standard_streams.allow_closing()
     words = list(sys.argv[1:] if given is None else given)
     try:
+        if given is None:
+            import_paths.leave_working_directory()
         launch_environment.check_variables()
         options = parse(words)
     except UserError as error:

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from finetune.core.errors import Exit, Problem, UserError
+
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or site-packages
 _OWN = {"benchmarks", "finetune", "scripts", "tests"}  # folders of a checkout that hold Python files
 
@@ -16,8 +18,23 @@ def leave_working_directory() -> None:
     `python -m`, DeepSpeed's launcher and an open end of PYTHONPATH add it. Its files may belong to another
     person: Python would import a `wandb.py` in place of a package that is not installed. A checkout of
     finetune stays, unless somebody added modules to it.
+
+    Raises:
+        UserError: the working directory does not exist any more, or its name is not UTF-8 (exit 3).
     """
-    here = os.path.realpath(os.getcwd())
+    try:
+        here = os.path.realpath(os.getcwd())
+        here.encode()  # a run writes absolute paths into its files
+    except (OSError, UnicodeEncodeError) as error:
+        raise UserError(
+            Problem(
+                "finetune can't use the working directory",
+                found=error.strerror or "" if isinstance(error, OSError) else "its name is not UTF-8",
+                fix="change to another folder with `cd`, and run the command again",
+                code="path",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from None
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if Path(here) != ROOT or _has_added_modules():
         sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]

@@ -167,6 +167,17 @@ def test_command_whose_output_is_on_a_full_disk_is_an_error(options: tuple[str, 
     assert "error: the disk is full" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name", [b"deleted", b"odd\xff"])
+def test_command_in_a_folder_that_has_no_usable_name_is_an_error(name: bytes, tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/" + name
+    os.mkdir(folder)
+    gone = b"rmdir " + folder if name == b"deleted" else b"true"
+    finetune = os.fsencode(Path(sys.executable).parent / "finetune")
+    command = b"; ".join([b"cd " + folder, gone, finetune + b" check " + os.fsencode(QUICKSTART)])
+    done = subprocess.run([b"sh", b"-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and done.stderr.startswith("error: finetune can't use the working directory")
+
+
 @pytest.mark.soak
 def test_training_goes_on_when_nobody_reads_its_output(tmp_path) -> None:
     options = ["train.max_steps=3", "train.warmup_steps=0", "data.validation=null", "eval.forgetting=false"]
