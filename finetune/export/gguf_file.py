@@ -127,12 +127,15 @@ def differences(
     path: Path, entries: dict[str, Any], tensors: list[GgufTensor], source: Checkpoint, kind: str
 ) -> list[str]:
     """Read a GGUF file back with gguf's reader, and return each difference from what it should hold."""
-    gguf = load_gguf()
-
     try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as error:
-        return [f"the file can't be read: {error}"]
+        return _differences(load_gguf().GGUFReader(path), entries, tensors, source, kind)
+    except (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        return [f"the file can't be read: {type(error).__name__}: {error}"]
+
+
+def _differences(
+    reader: GGUFReader, entries: dict[str, Any], tensors: list[GgufTensor], source: Checkpoint, kind: str
+) -> list[str]:
     found = [
         f"{key}: {_short(held)}, expected {_short(value)}"
         for key, value in entries.items()

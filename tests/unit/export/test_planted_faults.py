@@ -278,3 +278,13 @@ def test_every_fault_of_the_list_is_planted() -> None:
     assert len(faults) == 20
     for text in ELSEWHERE.values():
         assert text in globals()
+
+
+@pytest.mark.parametrize("part", [b"general.architecture", b"llama", b"token_embd.weight"])
+def test_text_with_a_flipped_bit_is_a_difference(part: bytes, job: Any, tmp_path: Path) -> None:
+    right = job("llama")
+    path = written(right, tmp_path / "flipped")
+    content = bytearray(path.read_bytes())
+    content[content.index(part)] ^= 1 << 7  # no UTF-8
+    path.write_bytes(content)
+    assert "the exported file differs from the model" in caught(path, right)
