@@ -29,7 +29,8 @@ def apply(model: PeftModel) -> PeftModel:
     PEFT's own forward. `logging.getLogger("finetune")` logs which layers are not fused, with the reason.
 
     Call it before the first step, on a model that is on its device. Evaluation, generation, and layers with a
-    disabled or merged adapter run PEFT's own forward. A second call fuses the layers again.
+    disabled or merged adapter run PEFT's own forward. A second call fuses the layers again. Call `remove`
+    before `copy.deepcopy`.
 
     Raises:
         UserError: the model has no adapter, or no adapter that can be fused.
@@ -80,7 +81,20 @@ def remove(model: PeftModel) -> PeftModel:
 
     Base weights that were concatenated in memory get their own tensors again. A model that was not fused does
     not change.
+
+    Raises:
+        UserError: the argument is not a model.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            Problem(
+                "the argument is not a model",
+                found=f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__,
+                expected="a PeftModel",
+                fix="pass the model that `finetune.speed.apply` returned",
+                code="value-type",
+            )
+        )
     fused: Fused | None = vars(model).pop("finetune_fused_by", None)
     if fused is None:
         return model

@@ -119,3 +119,9 @@ def test_apply_on_adapters_that_cannot_be_fused_is_a_user_error_and_leaves_the_m
     with pytest.raises(UserError, match="none of the adapter's layers can be fused"):
         finetune.speed.apply(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("value", [None, "x", {}, torch.nn.Linear, object()])
+def test_remove_of_what_is_no_model_is_an_error_of_the_user(value: Any) -> None:
+    with pytest.raises(UserError, match="not a model"):
+        finetune.speed.remove(value)
