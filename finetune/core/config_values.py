@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -39,6 +40,8 @@ _POSITIVE = frozenset(
         "vocab_size",
     }
 )  # fmt: skip
+# Numbers above 0, by the last words of their names. 0 makes NaN of every loss
+_ABOVE_ZERO = ("_eps", "_epsilon", "rope_theta", "rotary_emb_base")
 # One number in every config; heads and layers may be given for each part of a model
 _ONE_NUMBER = frozenset({"vocab_size", "hidden_size", "max_position_embeddings", "n_positions"})
 # Sections that transformers reads as the config of the text model
@@ -103,6 +106,17 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
+        above_zero = name == "factor" or name.endswith(_ABOVE_ZERO)  # the factor of rotary embeddings
+        if math.isnan(value) or (above_zero and not 0 < value < math.inf):
+            yield Problem(
+                "a value of the model's config is not a positive number",
+                key,
+                where=path,
+                found=f"{name}: {value}",
+                fix=FIX,
+                why="the losses would be NaN, or the model would fail later",
+                code="model-config",
+            )
         most = next((most for end, most in _MOST if f"_{name}".endswith(f"_{end}")), None)
         if most is None:
             continue

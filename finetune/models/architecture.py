@@ -120,7 +120,9 @@ def config_in(path: Path) -> Any:
     try:
         raw = regular_files.read_json(path, "model.name")
         raise_if_any(untrusted_files.problems_of_config(raw, path, "model.name"))
-        return as_config(raw)
+        config = as_config(raw)
+        raise_if_any(_without_window(config.get_text_config(), path))
+        return config
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(
             Problem(
@@ -132,6 +134,19 @@ def config_in(path: Path) -> Any:
                 code="model-files",
             )
         ) from error
+
+
+def _without_window(text: Any, path: Path) -> list[Problem]:
+    """Check that a model with layers of sliding-window attention has a window."""
+    types, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    slides = isinstance(types, list) and "sliding_attention" in types
+    # Families without layer types use the window in all layers. Some switch it off with another key
+    is_off = getattr(text, "use_sliding_window", True) is False or isinstance(types, list)
+    if not ((slides and not window) or (isinstance(window, int) and window < 1 and not is_off)):
+        return []
+    what, fix = "the model has no window for its sliding-window attention", "set `sliding_window` in the file"
+    found = f"sliding_window: {window}"
+    return [Problem(what, "model.name", where=str(path), found=found, fix=fix, code="model-config")]
 
 
 def as_config(raw: dict[str, Any]) -> Any:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.core.weight_files import DOWNLOAD, find_weight_files
 from finetune.quantization import four_bit_state, stored_tensors, stored_weights
 from finetune.quantization.four_bit_state import StoredTensor
+
+if TYPE_CHECKING:
+    from finetune.models.module_names import Names
 
 MOST_DIMENSIONS = 16
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
@@ -87,13 +90,21 @@ def missing_weights(missing: Collection[str]) -> Problem:
     )
 
 
-def lacks(stored: Collection[str], parameters: Iterable[str]) -> list[str]:
-    """Return parameters that the files lack although they have the same parameter of another layer.
+def lacks(stored: Collection[str], names: Names, *, same_names: bool) -> list[str]:
+    """Return parameters that the files lack.
 
-    Files may use other names than the model, for example for experts. Such names are not compared.
+    Args:
+        same_names: Whether the files have the names of the model, or those of its base model, such as
+            `layers.0` for `model.layers.0`. Otherwise a parameter is missing only if the files have the
+            same parameter of another layer.
     """
+    missing = [name for name in names.shapes if name not in stored]
+    if same_names:
+        tied = [f"{name}.weight" for name in (names.embedding, names.head) if names.tied]
+        held = tied if any(name in stored for name in tied) else []
+        return [name for name in missing if name.partition(".")[2] not in stored and name not in held]
     layered = {_LAYER.sub(".*.", name) for name in stored if _LAYER.search(name)}
-    return [name for name in parameters if name not in stored and _LAYER.sub(".*.", name) in layered]
+    return [name for name in missing if _LAYER.sub(".*.", name) in layered]
 
 
 def check_quantized(folder: Path, declared: dict[str, Any]) -> dict[str, StoredTensor]:

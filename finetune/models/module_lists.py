@@ -173,7 +173,7 @@ def of_live_model(model: Any) -> Names:
     import torch
 
     found = module_names.of_model(model)
-    if found.family in _shipped_families():
+    if is_shipped(found.family):
         return found
     config = copy.deepcopy(model.config)  # building a model may change the attention in its config
     upstream_private.forget_quantization(config)
@@ -227,6 +227,11 @@ def of_meta_model(model: PreTrainedModel) -> Names:
 def _shipped_families() -> dict[str, Any]:
     held = json.loads(SHIPPED.read_text(encoding="utf-8"))
     return held["families"] if version("transformers").startswith(f"{held['transformers']}.") else {}
+
+
+def is_shipped(family: str) -> bool:
+    """Return whether there is a shipped list for a family."""
+    return family in _shipped_families()
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     elif not is_template(tokenizer.chat_template):
         raise UserError(
             Problem(
-                "the tokenizer's chat template is not a string",
+                "the tokenizer's chat template is not a text, or not a list of texts with plain names",
                 "data.chat_template",
                 found=f"{tokenizer.chat_template!r}"[:200],
                 fix="data.chat_template: chatml",
@@ -122,9 +123,15 @@ def check_backend(backend: Tokenizer, name: str) -> None:
 
 
 def is_template(template: object) -> bool:
-    """Return whether a tokenizer's chat template is Jinja source, a list of named sources, or missing."""
-    sources = template.values() if isinstance(template, dict) else [template]
-    return template is None or all(isinstance(source, str) for source in sources)
+    """Return whether a tokenizer's chat template is Jinja source, named sources, or missing.
+
+    transformers saves each source in a file of its name.
+    """
+    named = template if isinstance(template, dict) else {"default": template}
+    return template is None or all(
+        isinstance(source, str) and re.fullmatch(r"[\w-]+", str(name), re.ASCII)
+        for name, source in named.items()
+    )
 
 
 def can_encode(backend: Tokenizer) -> bool:

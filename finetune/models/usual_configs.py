@@ -93,6 +93,8 @@ def _sizes_agree(config: ModelConfig) -> bool:
 def _is_usual(key: str, value: object, default: object, layers: int) -> bool:
     if type(value) is type(default) and value == default:
         return True
+    if key in _TOKENS:  # `has_no_effect` knows the usual ones
+        return False
     if key in ("rope_scaling", "rope_parameters"):
         return value is None or (default is not _MISSING and _is_usual_rope(value))
     if isinstance(value, list):
@@ -104,7 +106,7 @@ def _is_usual(key: str, value: object, default: object, layers: int) -> bool:
         return value is None or isinstance(value, bool) or _is_size(key, value)
     if isinstance(default, bool):
         return isinstance(value, bool)
-    fits = type(value) is type(default) or value == 0
+    fits = type(value) is type(default) or (value == 0 and key.endswith(("dropout", "pdrop")))
     return isinstance(default, int | float) and fits and _is_size(key, value)
 
 

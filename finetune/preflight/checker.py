@@ -443,8 +443,12 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     if quantized and not quantized.trains:
         return None
     listed = module_lists.read(folder / "config.json", config)
-    stored = checkpoint_headers.check_quantized(folder, stored_weights.declaration(config))
-    if missing := checkpoint_headers.lacks(stored, listed.names.parameters):
+    declared = stored_weights.declaration(config)
+    stored = checkpoint_headers.check_quantized(folder, declared)
+    # transformers renames parts of a mixture of experts while it reads them
+    renamed = declared or any(".experts." in name for name in listed.names.shapes)
+    same_names = not renamed and module_lists.is_shipped(listed.names.family)
+    if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names):
         raise UserError(checkpoint_headers.missing_weights(missing))
     whole = {
         name: four_bit_state.shape_of(name, stored)

@@ -181,6 +181,7 @@ class DataReport(Shape):
 
     train: Split
     validation: Split | None = None
+    __pydantic_extra__: dict[str, Split]  # readers go through all splits
 
 
 class Check(Shape):

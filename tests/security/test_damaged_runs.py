@@ -254,6 +254,18 @@ def test_compare_shows_a_part_of_a_long_list(whole, tmp_path, capsys) -> None:
     assert "4,992 more" in shown and len(shown) < 10_000
 
 
+@pytest.mark.parametrize("value", [[1, 2], "text", 5, {"sources": 5}])
+def test_compare_and_publish_of_a_report_with_another_part_refuse_it(
+    value: Any, whole, tmp_path, capsys
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    content = json.loads((run / "data_report.json").read_text())
+    (run / "data_report.json").write_text(json.dumps({**content, "another": value}))
+    for words in (["compare", str(run), str(whole)], ["publish", str(run), "--dry-run", "--repo", "a/b"]):
+        assert main.main(words) == 4
+        assert "data_report.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["counts", "edges", "percentiles"])
 def test_report_of_numbers_that_are_too_large_to_calculate_with_lists_their_file(
     key: str, whole, tmp_path, capsys

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import math
 import os
 import shutil
 import socket
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from finetune.core import errors
 from finetune.core.errors import UserError
@@ -467,6 +469,63 @@ def test_config_with_a_size_that_no_model_has_is_refused(
     ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
     assert not ended.wrong and ended.code == 2, ended
     assert "a size that no model has" in ended.said and f"{name}: " in ended.said
+
+
+VALUES: list[dict[str, Any]] = [
+    {"rms_norm_eps": 0},
+    {"rms_norm_eps": -1.0},
+    {"attention_dropout": math.nan},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+    {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 0},
+    {"layer_types": ["sliding_attention"] * 6},
+    {"num_hidden_layers": 7},  # the files lack weights
+    {"tie_word_embeddings": False},  # the same
+]
+
+
+@pytest.mark.parametrize("entries", VALUES, ids=str)
+def test_config_that_fails_in_training_is_refused_by_check(
+    entries: dict[str, Any], tmp_path, commands
+) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **entries}))
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert not ended.wrong and ended.code == 2, ended
+
+
+def split_weights(folder: Path, *, twice: bool) -> None:
+    """Split the weights of a model into two files, which may both hold the first tensor."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    first, second = names[:9], names[9:]
+    save_file({name: tensors[name] for name in first}, folder / "a.safetensors")
+    more = {names[0]: tensors[names[0]] * 2} if twice else {}
+    save_file({name: tensors[name] for name in second} | more, folder / "b.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: "a.safetensors" if name in first else "b.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def test_tensor_that_two_weight_files_hold_is_refused(tmp_path, commands) -> None:
+    for twice in (False, True):
+        folder = Path(shutil.copytree(MODEL, tmp_path / f"model-{twice}"))
+        split_weights(folder, twice=twice)
+        ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+        assert not ended.wrong and ended.code == (2 if twice else 0), ended
+        assert ("the weight files hold 1 tensors twice" in ended.said) == twice
+
+
+def test_weights_under_other_names_are_refused(tmp_path, commands) -> None:
+    """The names of the base model, without `model.`, are accepted."""
+    for prefix, code in (("", 0), ("transformer.", 2)):
+        folder = Path(shutil.copytree(MODEL, tmp_path / f"model-{prefix}"))
+        tensors = load_file(folder / "model.safetensors")
+        renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors")
+        ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+        assert not ended.wrong and ended.code == code, ended
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "added_tokens.json", "tokenizer_config.json"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +16,11 @@ from finetune.core import model_config
 from finetune.core.errors import UserError
 from finetune.evaluation.scoring import batches
 from finetune.models import architecture, model_class, router_loss, token_limits
-from finetune.recipe import upstream_options
+from finetune.preflight import checker
+from finetune.recipe import loader, upstream_options
 from finetune.recipe.schema import Eval
 from support.architectures import CONFIGS
+from support.paths import MODEL, QUICKSTART
 from support.soak import soak_except
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -44,6 +48,16 @@ BY_LAYER = {"full_attention": LINEAR, "sliding_attention": DEFAULT}
 )  # fmt: skip
 def test_positions_of_each_family_are_its_limit_without_scaling(config, expected) -> None:
     assert token_limits.positions(config) == expected
+
+
+@pytest.mark.parametrize("entries", [{"pad_token_id": 10**6}, {"attention_bias": True}], ids=str)
+def test_check_builds_the_model_of_an_odd_config_and_compares_its_weights(entries, tmp_path) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    with pytest.raises(UserError) as raised:
+        checker.check(loader.load(QUICKSTART, [f"model.name={folder}"]))
+    assert raised.value.problems[0].key == "model.name"
 
 
 def test_room_for_answer_beyond_the_positions_names_a_number_that_fits() -> None:

@@ -100,6 +100,16 @@ def test_check_accepts_the_special_tokens_that_loading_accepts(
     assert is_refused(tokenizer_setup.check, path.parent) == is_refused(load_tokenizer, path.parent)
 
 
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a\0b", "\ud800", "", "x.y"])
+def test_chat_templates_whose_names_are_no_file_names_are_refused(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path, template = folder / "tokenizer_config.json", "{{ messages }}"
+    named = [{"name": one, "template": template} for one in ("default", name)]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named}))
+    assert tokenizer_files.read(Model(name=str(folder))) is None and is_refused(load_tokenizer, folder)
+
+
 def is_refused(function: Callable[[Model], object], folder: Path) -> bool:
     try:
         function(Model(name=str(folder)))
