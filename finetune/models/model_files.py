@@ -147,6 +147,7 @@ def commit(model: Model) -> str:
 def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
     """Call `from_pretrained`, and raise its errors as UserErrors with a fix. The model's code never runs."""
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
 
     revision = "main" if local_path(model.name) else commit(model)
     try:
@@ -176,6 +177,21 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
                 fix=untrusted_files.DOWNLOAD_AGAIN,
                 why="a file is damaged, or from another version",
             )
+        ) from error
+    except SafetensorError as error:
+        if local_path(model.name):  # the file was whole when finetune read its header
+            raise
+        raise UserError(
+            Problem(
+                "the weights in the Hub's cache are damaged",
+                "model.name",
+                where=model.name,
+                found=first_line(error),
+                fix=f"hf download {model.name} --revision {revision} --force-download",
+                why="the download was cut or changed, and later commands read the same file",
+                code="model-files",
+            ),
+            code=Exit.ENVIRONMENT,
         ) from error
     except (OSError, ValueError, client.http_error()) as error:
         reason = first_line(error)

@@ -128,6 +128,15 @@ def test_odd_answers_and_lost_connections_of_the_hub_are_errors_of_the_hub(
     assert said in printed and "[hub]" in printed
 
 
+def test_weights_that_were_damaged_before_the_download_are_an_error_of_the_cache(
+    hub: Hub, train, capsys
+) -> None:
+    files = {path.name: path.read_bytes() for path in MODEL.iterdir()}
+    hub.add("me/base", **{**files, "model.safetensors": files["model.safetensors"][:5000]})
+    train("model.name=me/base", code=3)
+    assert "the weights in the Hub's cache are damaged" in capsys.readouterr().err
+
+
 class Moving(Repo):
     """A repository whose `main` is another commit whenever it is asked for."""
 
