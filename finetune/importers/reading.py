@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -229,8 +230,12 @@ def _too_large(where: str, found: str) -> Problem:
 
 
 def _command_words(text: str, where: str) -> list[str]:
-    """Return the words of the first `trl` command after the program, or an empty list without one."""
-    joined = re.sub(r"\\[^\S\n]*\n", " ", text)
+    """Return the words of the `trl` command after the program, or an empty list without one.
+
+    Raises:
+        UserError: a line is not valid shell syntax, or there are several commands (exit 2).
+    """
+    joined, found = re.sub(r"\\[^\S\n]*\n", " ", text), list[list[str]]()
     for line in joined.split("\n"):
         if not _COMMAND.search(line):
             continue
@@ -247,16 +252,33 @@ def _command_words(text: str, where: str) -> list[str]:
                     code="import",
                 )
             ) from error
-        ends = (place for place, word in enumerate(words) if _OPERATOR.match(word))
-        words = words[: next(ends, None)]
-        for place, word in enumerate(words):
-            before = words[:place]
-            launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []
-            launch = ["--accelerate_config", *launch] if launch else []
-            if word.endswith(".py") and Path(word).stem in SCRIPTS:
-                return [Path(word).stem, *words[place + 1 :], *launch]
-            if Path(word).name == "trl" and words[place + 1 :]:
-                return [*words[place + 1 :], *launch]
+        for is_operator, command in itertools.groupby(words, lambda word: bool(_OPERATOR.match(word))):
+            if not is_operator and (after := _after_program(list(command))):
+                found.append(after)
+    if len(found) > 1:
+        raise UserError(
+            Problem(
+                "the script has several trl commands",
+                where=where,
+                found=f"{len(found)} commands",
+                fix="put each command into a file of its own",
+                why="a recipe describes one run",
+                code="import",
+            )
+        )
+    return found[0] if found else []
+
+
+def _after_program(words: list[str]) -> list[str]:
+    """Return the words after `trl` or its script in one command of a shell, or an empty list without them."""
+    for place, word in enumerate(words):
+        before = words[:place]
+        launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []
+        launch = ["--accelerate_config", *launch] if launch else []
+        if word.endswith(".py") and Path(word).stem in SCRIPTS:
+            return [Path(word).stem, *words[place + 1 :], *launch]
+        if Path(word).name == "trl" and words[place + 1 :]:
+            return [*words[place + 1 :], *launch]
     return []
 
 

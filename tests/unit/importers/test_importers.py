@@ -791,3 +791,12 @@ def test_a_shell_operator_ends_the_options_of_a_command(after: str, tmp_path) ->
     found = reading.import_recipe(script).recipe
     assert found["adapter.type"] == "full" and found["data.packing"] is False
     assert found["train.save_strategy"] == "no" and found["speed.activation_checkpointing"] == "none"
+
+
+@pytest.mark.parametrize("between", ["\n", " && ", " ; ", " & "])
+@pytest.mark.parametrize("second", ["trl sft", "trl dpo", "python scripts/sft.py"])
+def test_a_script_with_several_commands_is_refused(second: str, between: str, tmp_path) -> None:
+    script, words = tmp_path / "train.sh", "--model_name_or_path a/b --dataset_name c/d"
+    script.write_text(f"trl sft {words}{between}{second} {words}\n")
+    with pytest.raises(UserError, match=r"several trl commands(.|\n)*found: +2 commands"):
+        reading.import_recipe(script)
