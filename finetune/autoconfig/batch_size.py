@@ -61,7 +61,7 @@ def split_batch(train: Train, processes: int) -> Batch:
 
 
 def steps_between(setting: float, steps: int) -> int:
-    """Return the steps between two saves or evaluations, as transformers counts them.
+    """Return the steps between two saves or evaluations, or of the warm-up, as transformers counts them.
 
     Args:
         setting: a number of steps, or a number below 1 that is a share of the run.
@@ -158,7 +158,7 @@ def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) ->
     whole = math.floor if train.passed_on().get("dataloader_drop_last") else math.ceil
     micro_batches = math.ceil(whole(rows / batch.per_device) / processes)
     steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
-    steps = train.max_steps or math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
+    steps = train.max_steps or math.ceil(train.epochs * steps_an_epoch)
     check_warm_up(train, steps)
     return steps
 
@@ -204,9 +204,7 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
     warm_up_setting = _warm_up(train)
     if not warm_up_setting and train.passed_on().get("warmup_steps"):
         return ["train.warmup_steps: the schedule constant has no warm-up; use constant_with_warmup"]
-    warm_up = (
-        int(warm_up_setting) if warm_up_setting >= 1 else math.ceil(warm_up_setting * steps)
-    )  # as the Trainer counts
+    warm_up = steps_between(warm_up_setting, steps)
     if warm_up < steps:
         decay = _decay(train)
         said = f"the run has {steps:,} steps, of which {warm_up:,} are warm-up and {decay:,} are decay"
@@ -219,9 +217,9 @@ def few_steps(train: Train, steps: int | None) -> list[str]:
     """Return a note if the epochs of a recipe have few optimizer steps. With `max_steps`, return none."""
     if steps is None or steps >= FEW_STEPS or train.max_steps is not None:
         return []
-    epochs = train.num_train_epochs or 3.0
-    enough = math.ceil(epochs * ENOUGH_STEPS / steps)
-    what = f"{'an epoch has' if epochs == 1 else f'{epochs:g} epochs have'} {steps} optimizer steps"
+    enough = math.ceil(train.epochs * ENOUGH_STEPS / steps)
+    epochs = "an epoch has" if train.epochs == 1 else f"{train.epochs:g} epochs have"
+    what = f"{epochs} {steps} optimizer steps"
     return [f"train.num_train_epochs: {what}, often too few to learn; try num_train_epochs: {enough}"]
 
 

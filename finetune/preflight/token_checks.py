@@ -85,7 +85,7 @@ def _audit(recipe: Recipe, tokens: ModelTokens) -> list[str]:
     if first.sequences is not None:
         if first.sequences < effective:
             raise UserError(batch_size.too_few(first.sequences, effective))
-        steps = math.ceil(first.sequences / effective) * (recipe.train.num_train_epochs or 3.0)
+        steps = math.ceil(first.sequences / effective) * recipe.train.epochs
         notes = batch_size.few_steps(recipe.train, math.ceil(steps))
     loss_weight_checks.check(recipe, first.train.report)
     reports = {"training": first.train.report, "validation": first.validation.report}

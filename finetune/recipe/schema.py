@@ -344,6 +344,11 @@ class Train(Section):
     """End the run (exit 5) if three consecutive logged losses exceed the median of the 32 losses before them
     by this factor. `null`: print a note once, at a factor of 2."""
 
+    @property
+    def epochs(self) -> float:
+        """The number of epochs without `max_steps`: 3 by default, as in `TrainingArguments`."""
+        return self.num_train_epochs or 3.0
+
     def passed_on(self) -> dict[str, Any]:
         """Return the SFTConfig keys that the recipe sets, to pass on unchanged."""
         ours = Train.model_fields.keys()

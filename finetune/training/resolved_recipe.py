@@ -64,7 +64,7 @@ def choices(run: RunContext, plan: StepPlan, adapted: PreTrainedModel | PeftMode
     batch, fast = plan.batch, plan.choices
     launch, set_by = setup.launch, recipe.origin.set_by
     derived = peft_configs.derived(adapted, recipe.adapter)
-    epochs = recipe.train.num_train_epochs or 3.0
+    epochs = recipe.train.epochs
     how = f"{epochs:g} epoch{'s' * (epochs != 1)}"
     how = f"{set_by.get('train.max_steps', 'recipe')}: max_steps" if recipe.train.max_steps else how
     processes = f"{launch.processes} process{'es' * (launch.processes > 1)}"

@@ -41,8 +41,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
     )  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
     train_keys = with_floats(train.passed_on())
-    epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
-    length = {"max_steps": train.max_steps} if train.max_steps else epochs
+    length = {"max_steps": train.max_steps} if train.max_steps else {"num_train_epochs": train.epochs}
     decided: dict[str, Any] = {
         "per_device_train_batch_size": batch.per_device,
         "gradient_accumulation_steps": batch.accumulation,
