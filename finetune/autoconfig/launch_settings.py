@@ -78,7 +78,7 @@ def read(hardware: Hardware | None = None) -> Launch:
     precision, reason = mixed_precision.default_precision(hardware)
     if requested:
         precision, reason = requested, "its mixed_precision"
-    processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    processes, rank = launch_environment.processes(), int(os.environ.get("RANK", "0"))
     fp8 = launch_environment.fp8()
     if fp8.kind:
         precision, reason = fp8.precision, fp8.reason

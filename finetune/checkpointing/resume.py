@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.checkpointing import checkpoints, resume_contract
 from finetune.core import command_lines, safe_files
 from finetune.core.errors import Problem, UserError
+from finetune.distributed import launch_environment
 from finetune.hub import client
 from finetune.recipe import renames
 from finetune.recipe.schema import Source
@@ -108,7 +109,7 @@ def check_folder(output_dir: str | None, requested: str | None, recipe: dict[str
             "the run has no checkpoint to resume from",
             "use --resume=auto to start from the beginning",
         )
-        if os.environ.get("RANK", "0") != "0":
+        if not launch_environment.is_main():
             fix += "; if rank 0 has a checkpoint, use a train.output_dir on a disk that all machines share"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix, code="checkpoint"))
     entries = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import opened
+from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
@@ -55,7 +55,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     screen = Console(quiet=options.quiet)
     with memory_errors():
         result = evaluator.run(run.path, options.overrides, screen=screen)
-    if os.environ.get("RANK", "0") == "0":
+    if launch_environment.is_main():
         terminal.show_scores(screen, result)
         html_report.after(run.path, screen)
     return result

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import sys
 from typing import TYPE_CHECKING
+
+from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ def fast_imports(*, quiet: bool) -> Iterator[None]:
     from finetune.core import progress
     from finetune.core.console import Console
 
-    screen = Console(quiet=quiet or os.environ.get("RANK", "0") != "0")
+    screen = Console(quiet=quiet or not launch_environment.is_main())
     try:
         whole = progress.phase(screen, "importing torch and Transformers", parts=1)
         with whole, progress.part("", lambda: len(sys.modules) / MODULES):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from finetune.cli import arguments
 from finetune.core import privacy, standard_streams, strict_yaml
 from finetune.core.command_lines import command
 from finetune.core.errors import UserError
+from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def opened(options: argparse.Namespace) -> RunFolder:
 
     arguments.check_read(arguments.command_name(options.command), getattr(options, "overrides", []))
     run = open_run(options.run)
-    if str(run.path) != str(Path(options.run)) and not options.quiet and os.environ.get("RANK", "0") == "0":
+    if str(run.path) != str(Path(options.run)) and not options.quiet and launch_environment.is_main():
         standard_streams.say(f"note: {options.run} is in {run.path}; what is made of it goes there")
     return run
 

@@ -82,7 +82,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def finished(command: str, outcome: Outcome, *, as_json: bool) -> int:
     """Return the exit code of a command. With `--json`, rank 0 prints the result."""
-    if as_json and os.environ.get("RANK", "0") == "0":
+    if as_json and launch_environment.is_main():
         try:
             standard_streams.say(json_output.render(command, outcome.code, outcome.result, outcome.problems))
         except OSError as error:
@@ -108,7 +108,7 @@ def guarded(command: Callable[[argparse.Namespace], object], options: argparse.N
             privacy.excepthook(type(error), error, error.__traceback__)
         return failed(error)
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
+        if launch_environment.is_main():
             standard_streams.say(*str(stopped).split("\n"), error=True)
         else:
             time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this process exits

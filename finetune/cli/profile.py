@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
+from finetune.distributed import launch_environment
 
 TRACED: tuple[str, dict[str, Any]] = (
     "--output",
@@ -27,7 +27,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
         with fast_imports(quiet=options.quiet):
             from finetune.profiling import profiler
 
-        screen = Console(quiet=options.quiet or os.environ.get("RANK", "0") != "0")
+        screen = Console(quiet=options.quiet or not launch_environment.is_main())
         with progress.phase(screen, "profile", parts=1):
             found = profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
         return profiler.as_json(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import counted, load, located
 from finetune.core.errors import Stopped
 from finetune.core.visible_text import visible
+from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
@@ -56,7 +56,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.preflight import checker, choice_checks, publish_target
     from finetune.run_folder import run_folder
 
-    main = os.environ.get("RANK", "0") == "0"
+    main = launch_environment.is_main()
     with counted(options.recipe, quiet=options.quiet):
         recipe = load(options)
         with located(recipe):

@@ -27,6 +27,7 @@ from finetune.data.loss_mask import IGNORED, WEIGHTS
 from finetune.data.packing import best_fit
 from finetune.data.preparation import Prepared, audit_held_out, audited
 from finetune.data.read_limits import Limits, limited_lines
+from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -101,7 +102,7 @@ def stream(
         settings=BlockSettings(seed, vocabulary, declared, has_weights=report.loss_weight > 0),
     )
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": RAW}
-    check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
+    check_shares(rows, block, launch_environment.processes())
     read.zero_()
     train: Any = rows.map(block, batched=True, **options).repeat(passes)
     content = [shards, sorted(report.sources.items())]  # identified by name, size and hash of both ends

@@ -47,7 +47,7 @@ def timeout() -> datetime.timedelta:
 def start(device: str) -> None:
     """Join the processes of a launch on CPUs, because the Trainer applies its `ddp_timeout` only to GPUs."""
     name_interface()
-    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if device == "cpu" and launch_environment.processes() > 1:
         joined(device)
 
 
@@ -59,7 +59,7 @@ def joined(device: str) -> PartialState:
     """
     name_interface()
     later = datetime.timedelta(seconds=0 if device == "cpu" else launch_environment.NCCL_LATER)
-    options: Any = {"timeout": timeout() + later} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
+    options: Any = {"timeout": timeout() + later} if launch_environment.processes() > 1 else {}
     return PartialState(cpu=device == "cpu", **options)
 
 

@@ -65,6 +65,16 @@ def said(name: str, default: str = "") -> str:
     return os.environ.get(name, default).strip().lower()
 
 
+def is_main() -> bool:
+    """Return whether this process is rank 0. It needs no process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def processes() -> int:
+    """Return the number of processes of the launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def check_variables() -> None:
     """Refuse wrong values of variables that libraries read, and remove them, so that errors can be printed.
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console
 from finetune.core.errors import Problem, Stopped, UserError
+from finetune.distributed import launch_environment
 from finetune.hardware import detection
 from finetune.launch import launcher
 from finetune.planning import planner
@@ -101,7 +102,7 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
         if made:  # if the recipe is not valid, leave no empty folder
             with contextlib.suppress(OSError):
                 folder.rmdir()
-    if os.environ.get("RANK", "0") == "0":
+    if launch_environment.is_main():
         screen, few = Console(quiet=quiet), adapter_types.in_few_steps(whole.adapter, STEPS)
         screen.say(*[f"note: the profile used {key}: {value}" for key, value in few.items()])
         show(screen, found)

@@ -164,4 +164,4 @@ def faster_products(whole: Recipe, made: Plan) -> str:
 
 
 def processes() -> int:
-    return int(launch_environment.said("WORLD_SIZE", "1"))
+    return launch_environment.processes()

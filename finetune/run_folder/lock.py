@@ -19,6 +19,7 @@ from finetune.core import safe_files, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import listed
 from finetune.core.paths import can_be_path, free_name, why_not_makeable
+from finetune.distributed import launch_environment
 
 LOCK = ".lock"
 HELD = (errno.EAGAIN, errno.EACCES)  # errors of a lock that another process holds
@@ -114,7 +115,7 @@ def claimed(output_dir: str | None, name: str) -> Iterator[str | None]:
     Raises:
         UserError: another run uses the folder (exit 2).
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not launch_environment.is_main():
         yield output_dir
         return
     creates_folder = output_dir is None or not Path(output_dir).exists()

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from finetune.core import progress, safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
-from finetune.distributed import collectives, restart_together
+from finetune.distributed import collectives, launch_environment, restart_together
 from finetune.evaluation import scoring
 from finetune.hardware import detection
 from finetune.kernels import attention_functions
@@ -126,10 +125,10 @@ def run(
     """
     correction = auto_correction.from_environment() if command else auto_correction.NONE
     where = correction.folder or recipe.train.output_dir
-    verbosity = "quiet" if os.environ.get("RANK", "0") != "0" else verbosity
+    verbosity = verbosity if launch_environment.is_main() else "quiet"
     correction = correction._replace(restarts=command and restart_together.possible())
     if not correction.folder and resume.check_folder(where, resumes, recipe.model_dump(mode="json")):
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # another process may not be finished, and would wait
+        if launch_environment.processes() > 1:  # another process may not be finished, and would wait
             collectives.joined(detection.detect().device)
             collectives.agree(resume_facts.recipe_facts(recipe, finished=True))
         Console(quiet=verbosity == "quiet").say(f"{where} is finished: nothing to do")

@@ -86,7 +86,7 @@ class Stop:
                 time.time() - hung,
             )
             os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills this process
-        if os.environ.get("RANK", "0") == "0":
+        if launch_environment.is_main():
             first = "saving" if self.keeps else "exiting without a checkpoint"
             then = ", then exiting" if self.keeps else ""
             again = "a second signal exits at once"

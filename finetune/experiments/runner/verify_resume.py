@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from finetune.checkpointing import checkpoints
 from finetune.core import command_lines, progress, safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.distributed import launch_environment
 from finetune.experiments.runner import kept_runs
 from finetune.hardware import detection
 from finetune.preflight import choice_checks
@@ -120,7 +120,7 @@ def _both_runs(
 
 def outside_a_launch(words: list[str]) -> None:
     """Raise a UserError under a launcher (exit 2), because `finetune train` launches the compared runs."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launch_environment.processes() > 1:
         raise UserError(
             Problem(
                 f"{words[-1]} can't run under a launcher",
