@@ -65,6 +65,8 @@ class Encoded(NamedTuple):
     """Whether the text itself started with a BOS token, so that the tokenizer did not add another one."""
     cut: int = 0
     """Number of tokens removed from the prompts."""
+    answer: int = 0
+    """Place of the first token of a completion. 0 for texts and chats."""
     left_out: content_check.Part | None = None
     """A part that the chat template omits and may omit: reasoning of an earlier turn, or a speaker's name."""
     weights: tuple[tuple[int, int, float], ...] = ()
@@ -263,13 +265,14 @@ class Encoder:
             limit: maximum number of tokens.
         """
         if not example.messages:
-            return self._cut_plain(example, whole, limit)
+            return self._cut_plain(whole, limit)
         encoded: Encoded | BadRow = whole
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             excess = len(encoded.ids) - limit
             if excess <= 0:
                 return encoded._replace(cut=len(whole.ids) - len(encoded.ids))
-            shorter = self._cut_longest(example, excess)
+            # The shorter text can have other tokens, so each attempt cuts more than the one before
+            shorter = self._cut_longest(example, excess + 2**attempt - 1)
             if shorter is None:
                 return None
             example = shorter
@@ -279,7 +282,7 @@ class Encoder:
         return None
 
     def _cut_longest(self, example: Example, excess: int) -> Example | None:
-        """Remove the first `excess` tokens of the longest user or tool message."""
+        """Remove `excess` tokens and at least one character from the longest user or tool message."""
         messages = list(example.messages or ())
         given = [index for index, message in enumerate(messages) if message["role"] in ("user", "tool")]
         contents = [messages[index]["content"] for index in given]
@@ -290,27 +293,30 @@ class Encoder:
         )
         if length < 2:
             return None
-        first, _ = encoding.offsets[min(excess, length - 1)]
+        # A token has no character of its own if it is a mark before the text, or a part of a character
+        first = next((start for start, _ in encoding.offsets[min(excess, length - 1) :] if start), 0)
+        if not first:
+            return None
         messages[index] = {**messages[index], "content": messages[index]["content"][first:]}
         return replace(example, messages=messages)
 
-    def _cut_plain(self, example: Example, whole: Encoded, limit: int) -> Encoded | None:
+    def _cut_plain(self, whole: Encoded, limit: int) -> Encoded | None:
         """Remove the first tokens of a prompt, but keep its BOS token."""
         excess = len(whole.ids) - limit
         bos = int(whole.ids[0] == self.tokenizer.bos_token_id)
-        prompt = whole.trained[0][0] if example.prompt is not None and self.train_on != "all" else 0
         if excess <= 0:
             return whole
-        if prompt - bos <= excess:
+        if whole.answer - bos <= excess:
             return None
-        ids = whole.ids[:bos] + whole.ids[bos + excess :]
-        return whole._replace(ids=ids, trained=[(prompt - excess, len(ids))], cut=excess)
+        ids, answer = whole.ids[:bos] + whole.ids[bos + excess :], whole.answer - excess
+        start = 0 if self.train_on == "all" else answer
+        return whole._replace(ids=ids, trained=[(start, len(ids))], cut=excess, answer=answer)
 
     def _plain(self, example: Example, encoding: Any) -> Encoded:
         """Encode a prompt with its completion, or a text, and add the EOS token."""
         ids, doubled = self._opened(encoding.ids)
         start, merged = 0, False
-        if example.prompt is not None and self.train_on != "all":
+        if example.prompt is not None:
             border = len(example.prompt)
             text = range(border, border + len(example.completion))
             first = next((t for c in text if (t := encoding.char_to_token(c)) is not None), len(encoding))
@@ -318,7 +324,9 @@ class Encoder:
             merged = first < len(encoding) and encoding.token_to_chars(first)[0] < border
         if ids[-1:] != [self.tokenizer.eos_token_id]:
             ids.append(self.tokenizer.eos_token_id)
-        return Encoded(ids, [(start, len(ids))], merged, doubled)
+        if self.train_on == "all":
+            return Encoded(ids, [(0, len(ids))], doubled=doubled, answer=start)
+        return Encoded(ids, [(start, len(ids))], merged, doubled, answer=start)
 
     def _opened(self, ids: list[int]) -> tuple[list[int], bool]:
         """Add the tokenizer's BOS token unless the text already starts with it."""

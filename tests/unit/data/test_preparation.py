@@ -298,6 +298,28 @@ def test_the_code_of_every_module_of_data_decides_on_what_is_prepared(tmp_path, 
     assert digests[0] == prepared_cache.code_digest() and digests[0] != digests[1]
 
 
+@pytest.mark.parametrize(
+    "text", ["word " * 400, "\U00012000" * 300, "\U0001f600 hello there " * 90, "ab" * 900]
+)
+@pytest.mark.parametrize("format", ["chat", "completion", "completion, all"])
+@pytest.mark.parametrize("name", ["tiny", "stories"])
+def test_long_prompts_of_any_characters_are_cut_to_fit(name, format, text, tmp_path, tokenizer) -> None:
+    """SentencePiece puts a mark without a character before a text; rare characters have several tokens."""
+    if name == "stories":
+        if not ASSETS.is_dir():
+            pytest.skip("the assets are absent")
+        tokenizer = load_tokenizer(Model(name=str(ASSETS / "stories260K-eos-hf")))
+    user, answer = {"role": "user", "content": text}, {"role": "assistant", "content": "yes"}
+    row = {"messages": [user, answer]} if format == "chat" else {"prompt": text, "completion": "yes"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    more = {"train_on": "all"} if format.endswith("all") else {}
+    options = {"name": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path / "cache"), "max_length": 128}
+    data = Data.model_validate({**options, "too_long": "truncate_prompt", **more})
+    prepared = prepare(data, tokenizer, 0, None)
+    (ids,) = (one["input_ids"] for one in prepared.train)
+    assert 100 < len(ids) <= 128 and "yes" in tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize("options", [{"train_on": "all"}, {"too_long": "truncate_prompt", "max_length": 40}])
 def test_the_longest_prompt_is_the_one_that_is_asked(options, tmp_path, tokenizer) -> None:
     held_out = tmp_path / "held.jsonl"

@@ -66,7 +66,7 @@ DAMAGES: dict[str, Callable[[Tensors], Tensors]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # PEFT warns of what the test asks for
 @pytest.mark.parametrize("refused", [None, *DAMAGES])
 def test_tensors_of_an_adapter_to_continue_from_are_compared_with_the_model(
     refused: str | None, tmp_path: Path
