@@ -261,26 +261,10 @@ def run(
     # If only some ranks run out of memory, the others wait forever
     several = PartialState().num_processes > 1
     size = scoring.LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
-    for chat, specs in grouped(model, tokenizer, settings).items():
-        evaluate = partial(_evaluate, Subject(model, tokenizer, settings, date), specs, chat, seeded=seeded)
-        results |= scoring.fitting(evaluate, size)
+    subject = Subject(model, tokenizer, settings, date)
+    for texts, specs in grouped(subject).items():
+        results |= scoring.fitting(partial(_evaluate, subject, specs, texts, seeded=seeded), size)
     return results
-
-
-def grouped(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, settings: Eval
-) -> dict[bool, list[Any]]:
-    """Group lm-eval's task specifications by whether they use the chat template."""
-    options = {}  # vLLM ignores generation_config if it gets its own parameters
-    if settings.engine == "hf":
-        options = {**scoring.PLAIN, "eos_token_id": scoring.stop_ids(model, tokenizer)}
-    found: dict[bool, list[Any]] = {}
-    for name in settings.tasks:
-        task = tasks.local(name)
-        chat = task.chat if task else settings.apply_chat_template
-        spec = tasks.config(task, tasks.documents(task, name), options) if task else _theirs(name)
-        found.setdefault(chat, []).append(spec)
-    return found
 
 
 class Subject(NamedTuple):
@@ -292,8 +276,38 @@ class Subject(NamedTuple):
     date: str | None = None
 
 
+class TextOptions(NamedTuple):
+    """How lm-eval makes the texts of a task."""
+
+    chat: bool
+    """Whether it applies the chat template, which writes the BOS token, if there is one."""
+    bos_before: bool = False
+    """Whether lm-eval itself puts BOS before a text, so that the tokenizer's would be a second one."""
+
+
+def grouped(subject: Subject) -> dict[TextOptions, list[Any]]:
+    """Group lm-eval's task specifications by how lm-eval makes their texts."""
+    model, tokenizer, settings, date = subject
+    options = {}  # vLLM ignores generation_config if it gets its own parameters
+    if settings.engine == "hf":
+        options = {**scoring.PLAIN, "eos_token_id": scoring.stop_ids(model, tokenizer)}
+    found: dict[TextOptions, list[Any]] = {}
+    for name in settings.tasks:
+        task = tasks.local(name)
+        if task is None:
+            texts, spec = TextOptions(settings.apply_chat_template), _theirs(name)
+        else:
+            rows = tasks.documents(task, name)
+            if task.chat and task.kind == "multiple_choice":
+                lead = tasks.answer_lead(tokenizer, date)
+                rows = [{**row, "choices": [f"{lead}{choice}" for choice in row["choices"]]} for row in rows]
+            texts, spec = TextOptions(task.chat, task.kind == "perplexity"), tasks.config(task, rows, options)
+        found.setdefault(texts, []).append(spec)
+    return found
+
+
 def _evaluate(
-    subject: Subject, specs: list[Any], chat: bool, batch_size: int, *, seeded: bool = True
+    subject: Subject, specs: list[Any], texts: TextOptions, batch_size: int, *, seeded: bool = True
 ) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -304,8 +318,7 @@ def _evaluate(
     own = all(isinstance(spec, dict) for spec in specs)
     with heard():
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size, date)
-        # The chat template writes the BOS token, if there is one
-        engine.add_bos_token = False if chat else None
+        engine.add_bos_token = False if texts.chat or texts.bos_before else None
         random = SEED if seeded else None
         with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
             try:
@@ -316,7 +329,7 @@ def _evaluate(
                     task_manager=TaskManager(include_defaults=not own),
                     num_fewshot=settings.num_fewshot,
                     limit=settings.limit,
-                    apply_chat_template=chat,
+                    apply_chat_template=texts.chat,
                     # Bootstrapping would fork one process per core while the GPU is in use; `_stderr`
                     # replaces it
                     bootstrap_iters=0,
@@ -334,7 +347,7 @@ def _evaluate(
                 ):
                     raise
                 raise _failure(error, ", ".join(settings.tasks)) from error
-    box = [_collected(found, settings, chat, batch_size) if found else None]
+    box = [_collected(found, settings, texts.chat, batch_size) if found else None]
     if PartialState().num_processes > 1:
         broadcast_object_list(box)
     return box[0] or {}

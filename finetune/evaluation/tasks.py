@@ -70,7 +70,7 @@ class Task(Section):
     pattern: str | None = None
     """Regular expression. Its first match, or the first group of that match, is the answer."""
     delimiter: str = " "
-    """Text between prompt and choice. Not used with `chat`."""
+    """Text between prompt and choice. With `chat`, the text that the chat template writes there is used."""
     chat: bool = False
     """Send the prompt as a user message in the model's chat template."""
     max_new_tokens: int = Field(default=32, ge=1)
@@ -609,6 +609,24 @@ def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> d
         "process_results": lambda row, answers: {"exact_match": right(task, answers[0], row["answer"])},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
+
+
+def answer_lead(tokenizer: Any, date: str | None) -> str:
+    """Return the text that the chat template writes between the generation prompt and an answer.
+
+    It is a space in some templates, and an empty block of reasoning in others.
+
+    Args:
+        date: the date that the template gets (`data.template_date`).
+    """
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "FOUR"}]
+    template = template_sandbox.ChatTemplate(
+        tokenizer.get_chat_template(), tokenizer.special_tokens_map, date
+    )
+    (whole,) = template_sandbox.render(template, [(turns, None)])
+    (prompt,) = template_sandbox.render(template, [(turns[:1], None)], prompt=True)
+    lead, answer, _ = whole.text.removeprefix(prompt.text).partition("FOUR")
+    return lead if answer and whole.text.startswith(prompt.text) else ""
 
 
 def perplexity(mean: float) -> Any:

@@ -137,11 +137,12 @@ def _texts(
     prompts = [document["prompt"] for document in documents]
     if task.chat and tokenizer.chat_template:
         chats = [([{"role": "user", "content": prompt}], None) for prompt in prompts]
+        between = tasks.answer_lead(tokenizer, date)
         options: Any = {**tokenizer.special_tokens_map}
         template = template_sandbox.ChatTemplate(tokenizer.get_chat_template(), options, date)
         made = template_sandbox.render(template, chats, prompt=True)
         prompts = [one.text or prompt for one, prompt in zip(made, prompts, strict=True)]
-    between = "" if task.chat else task.delimiter
+    between = task.delimiter
     for number, (prompt, document) in enumerate(zip(prompts, documents, strict=True), 1):
         choices = [f"{prompt}{between}{choice}" for choice in document.get("choices", ())]
         has_prefix = task.kind == "perplexity" or not prompt

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
 from finetune.cli import main
@@ -376,6 +377,52 @@ def test_run_reports_a_type_error_as_a_bug_unless_a_task_file_of_lm_eval_can_cau
     task = write_task(tmp_path, "own", ANSWERS[:1], f"kind: exact_match\n{ASKED}")
     with pytest.raises(TypeError, match="has no len"):
         lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
+
+
+def log_likelihood(model: Any, ids: list[int], start: int) -> float:
+    """The log-likelihood of the tokens from `start` on, without lm-eval."""
+    with torch.no_grad():
+        scores = model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return sum(scores[place - 1, ids[place]].item() for place in range(start, len(ids)))
+
+
+def test_the_perplexity_of_a_text_counts_the_tokens_of_the_text_only(engine, tmp_path) -> None:
+    """The tokenizer puts a BOS token before texts, and lm-eval puts one as well."""
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    bos = [("<|endoftext|>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=bos
+    )
+    text = "Rosa Ito from Oxford ordered 3 pears."
+    task = write_task(
+        tmp_path, "text", [{"said": text}], 'kind: perplexity\nprompt: "{{ said }}"\nanswer: null\n'
+    )
+    model = copy.deepcopy(engine.model).float()
+    found = lm_eval_harness.run(model, tokenizer, Eval(tasks=[task], batch_size=1))
+    likelihood = log_likelihood(model, tokenizer(text)["input_ids"], 1)
+    bits = -likelihood / math.log(2) / len(text.encode())
+    metrics = lm_eval_harness.compare(found, found, set())["text"]["tuned"]
+    assert metrics["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+@pytest.mark.parametrize("lead", ["", " ", "<think>\n\n</think>\n\n"])
+def test_the_choices_of_a_chat_are_answers_as_the_template_writes_them(lead, engine, tmp_path) -> None:
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    turn = "{% if m.role == 'user' %}Q: {{ m.content }}\nA:{% else %}" + lead + "{{ m.content }}\n{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    rows = [{"asked": "Who?", "choices": ["Rosa", "Omar"], "said": "Omar"}]
+    values = 'kind: multiple_choice\nchat: true\nprompt: "{{ asked }}"\nanswer: "{{ said }}"\n'
+    task = write_task(tmp_path, "choice", rows, values + 'choices: "{{ choices }}"\n')
+    model = copy.deepcopy(engine.model).float()
+    found = lm_eval_harness.run(model, tokenizer, Eval(tasks=[task], batch_size=1))
+    said = [answer[0] for (answer,) in found["choice"]["rows"][0]["resps"]]
+    for choice, value in zip(rows[0]["choices"], said, strict=True):
+        prompt, whole = (
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in ("Q: Who?\nA:", f"Q: Who?\nA:{lead}{choice}")
+        )
+        assert value == pytest.approx(log_likelihood(model, whole, len(prompt)), abs=1e-3)
 
 
 def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypatch) -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from finetune.core.errors import UserError
 from finetune.evaluation import lm_eval_harness, tasks
-from finetune.recipe.schema import Eval
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Eval, Model
 from support import mutated_tasks
+from support.paths import MODEL
 from support.soak import soak_except
 
 COUNT, PARTS = 5000, 33  # 152 cases in a part
@@ -30,9 +32,9 @@ def outcome(path: Path) -> str:
         engine: Any = DummyLM()
         engine.tokenizer = None
         own = settings.model_copy(update={"engine": "vllm"})  # whose engine is the model itself
-        ((_, specs),) = lm_eval_harness.grouped(None, None, own).items()
-        subject = lm_eval_harness.Subject(engine, None, own)
-        lm_eval_harness._evaluate(subject, specs, False, 1, seeded=False)
+        subject = lm_eval_harness.Subject(engine, load_tokenizer(Model(name=str(MODEL))), own)
+        ((_, specs),) = lm_eval_harness.grouped(subject).items()
+        lm_eval_harness._evaluate(subject, specs, lm_eval_harness.TextOptions(False), 1, seeded=False)
     except UserError as error:
         assert error.problems and all(problem.what for problem in error.problems)
         return "refused"
