@@ -12,21 +12,17 @@ change computes it again. PEFT computes B A and the norm in every forward pass, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.core import upstream_private
+from finetune.core.run_checks import RunChecks
 from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
-
-if TYPE_CHECKING:
-    from peft.tuners.lora import LoraLayer
-    from torch import nn
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from finetune.core.run_checks import RunChecks
 
 ROWS = 4096  # rows of W that are converted to float32 at a time
 

@@ -8,18 +8,16 @@ the backward pass dequantizes them once more. The gate is the module's own funct
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from finetune.core import upstream_private
 from finetune.kernels import expert_ops as ops
 from finetune.kernels.kernel_limits import FROZEN_EXPERTS, STACKED
 from finetune.quantization import stacked_experts
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 class FrozenExperts:

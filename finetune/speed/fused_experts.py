@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from finetune.core import upstream_private
@@ -38,13 +41,6 @@ from finetune.speed.expert_gemms import Routing, StackedWeight
 from finetune.speed.forward_comparison import allowed_difference, changed_parameters, relative_difference
 from finetune.speed.frozen_experts import FrozenExperts
 from finetune.speed.live_model_spec import decoder_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from peft import PeftModel
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 # The name of the implementation in transformers' interface.
 NAME = "finetune"

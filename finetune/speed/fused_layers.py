@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft.import_utils import is_bnb_4bit_available
 from peft.tuners import adalora, ia3, lora
 from peft.tuners.ia3 import IA3Layer
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -26,11 +28,6 @@ from finetune.speed import dora_norm, lm_head_loss
 from finetune.speed.forward_comparison import allowed_difference, changed_parameters, relative_difference
 from finetune.speed.fused_experts import FusedExperts
 from finetune.speed.fused_lora import Stack, base_layer_of, gated_mlp, project
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from peft.tuners.lora import LoraLayer
 
 TYPES: tuple[Any, ...] = (lora.Linear, adalora.SVDLinear, ia3.Linear)
 if is_bnb_4bit_available():

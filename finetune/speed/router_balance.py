@@ -7,19 +7,16 @@ router keeps its outputs on the instance, which torch.compile can trace. They ar
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from finetune.core import model_config
 from finetune.models import module_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PreTrainedModel
 
 KEPT = "finetune_router_output"
 

@@ -13,20 +13,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from finetune.autoconfig import batch_size
 from finetune.autoconfig.activation_checkpointing import stronger_level
-from finetune.core.run_checks import Choice
+from finetune.autoconfig.batch_size import Batch
+from finetune.core.console import Console
+from finetune.core.run_checks import Choice, RunChecks
 from finetune.distributed import restart_together
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.core.console import Console
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe
 
 VARIABLE = "FINETUNE_AFTER_OUT_OF_MEMORY"
 CHECKPOINTING, MICRO_BATCH = "speed.activation_checkpointing", "train.per_device_train_batch_size"

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import resource
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache
+from peft import PeftModel
+from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.autoconfig.batch_size import MARGIN, Batch, sizes, with_micro_batch
 from finetune.checkpointing import training_state
 from finetune.core import upstream_private
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives
+from finetune.recipe.schema import Data
 from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Data
 
 
 class Trial(NamedTuple):

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+from datasets import Dataset
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+from trl.trainer.sft_config import SFTConfig
 
 from finetune.autoconfig import loss_support, memory_estimate
-from finetune.autoconfig.batch_size import with_micro_batch
+from finetune.autoconfig.batch_size import Batch, with_micro_batch
 from finetune.distributed import transformer_engine_layers
 from finetune.preflight import allowed_changes
+from finetune.recipe.schema import Data
 from finetune.speed import live_model_spec, static_shapes
 from finetune.training import auto_correction, batch_search, oom_recovery, step_work
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.recipe.schema import Data
-    from finetune.training.run_context import RunContext, RunData, StepPlan
+from finetune.training.run_context import RunContext, RunData, StepPlan
 
 
 def settle_batch(run: RunContext, batch: Batch, arguments: SFTConfig) -> Batch:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from finetune.core.formatting import listed
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from finetune.core.run_checks import RunChecks
+from finetune.core.run_checks import RunChecks
 
 TOKENS = "expert_tokens"  # the key of `Trainer.sums`: the tokens of each expert [routers, experts]
 LISTED = 5  # layers that a message names

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from finetune.autoconfig.batch_size import Batch
+from finetune.autoconfig.launch_settings import Launch
 from finetune.core.errors import Exit
 from finetune.core.formatting import precision
+from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, sharded_tensors, transformer_engine_layers
 from finetune.distributed.launch_environment import BACKENDS, said, zero_stage
 from finetune.quantization import four_bit, fp8_linear
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.launch_settings import Launch
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Train
-    from finetune.training.trainer import Trainer
+from finetune.recipe.schema import Train
+from finetune.training.trainer import Trainer
 
 
 def add_launch_checks(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.adapters import attach, initialization
 from finetune.core.errors import raise_if_any, stage
@@ -11,9 +11,7 @@ from finetune.models import loading, model_files, module_names, router_loss, tok
 from finetune.preflight import adapter_names, gradient_probe
 from finetune.quantization import qat
 from finetune.speed import fused_experts
-
-if TYPE_CHECKING:
-    from finetune.training.run_context import RunContext, RunData
+from finetune.training.run_context import RunContext, RunData
 
 
 def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:

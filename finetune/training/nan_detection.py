@@ -6,33 +6,28 @@ import json
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from datasets import Dataset
+from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune.adapters import trainable_parameters
 from finetune.core import safe_files, upstream_private
+from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, deepspeed_zero, sharded_tensors, transformer_engine_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from accelerate.optimizer import AcceleratedOptimizer
-    from datasets import Dataset
-    from torch import nn
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from finetune.core.console import Console
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Train
-    from finetune.run_folder.run_folder import RunFolder
-    from finetune.training.oom_recovery import MicroBatches
+from finetune.recipe.schema import Train
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training.oom_recovery import MicroBatches
 
 HALVINGS = 20  # allowed consecutive halvings of fp16's loss scale; 16 halvings take 65,536 to 1
 WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and consecutive losses of a spike

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from finetune.autoconfig import decisions, memory_estimate
 from finetune.autoconfig.compilation import Work
+from finetune.autoconfig.machine_setup import Setup
+from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.run_checks import Choice, RunChecks
 from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import collectives
+from finetune.recipe.schema import Speed
 from finetune.speed import chunked_cross_entropy
 from finetune.speed.live_model_spec import live_model_spec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from peft import PeftModel
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.console import Console
-    from finetune.core.run_checks import Choice, RunChecks
-    from finetune.recipe.schema import Speed
 
 
 class MicroBatches:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
-from transformers import TrainerCallback
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.trainer.sft_config import SFTConfig
 
 from finetune.adapters import trainable_parameters
 from finetune.autoconfig import optimizer_choice
 from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError, first_line
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from torch import Tensor
-    from torch.optim import Optimizer
-    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Adapter, Speed
+from finetune.core.run_checks import RunChecks
+from finetune.recipe.schema import Adapter, Speed
 
 
 class OptimizerChoice(NamedTuple):

@@ -7,29 +7,26 @@ import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
 
 from finetune.adapters import peft_configs
 from finetune.autoconfig import optimizer_choice
+from finetune.autoconfig.launch_settings import Launch
 from finetune.core import formatting
+from finetune.core.run_checks import Choice
+from finetune.data.audit import Report
 from finetune.distributed import recorded_variables
+from finetune.hardware.detection import Hardware
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Train
+from finetune.recipe.schema import Recipe, Train
 from finetune.run_folder import run_folder
 from finetune.training.auto_correction import MICRO_BATCH, SET_BY
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel, TrainingArguments
-
-    from finetune.autoconfig.launch_settings import Launch
-    from finetune.core.run_checks import Choice
-    from finetune.data.audit import Report
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
-    from finetune.training.run_context import RunContext, StepPlan
+from finetune.training.run_context import RunContext, StepPlan
 
 
 def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from finetune.adapters import initialization, trainable_parameters
+from finetune.autoconfig.batch_size import Batch
+from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing import resume_contract, training_state
+from finetune.checkpointing.checkpoints import VerifiedCheckpoint
+from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, launch_environment
 from finetune.models import fingerprint
+from finetune.recipe.schema import Recipe
 from finetune.training import resolved_recipe
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-    from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Recipe
-    from finetune.training.run_context import RunData
-
+from finetune.training.run_context import RunData
 
 SPLIT = ("per_device", "accumulation")  # parts of the batch that the machine may decide
 

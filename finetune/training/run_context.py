@@ -5,28 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.sft_config import SFTConfig
+
+from finetune.autoconfig.batch_size import Batch
 from finetune.autoconfig.machine_setup import Setup
+from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.core.command_lines import command
 from finetune.core.console import Console
 from finetune.core.errors import Stopped, UserError
-from finetune.core.run_checks import RunChecks
+from finetune.core.run_checks import Choice, RunChecks
 from finetune.core.visible_text import visible
+from finetune.data.preparation import Prepared
+from finetune.recipe.schema import Recipe
 from finetune.reporting import html_report
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training.auto_correction import NONE, StartAgain
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-    from finetune.core.run_checks import Choice
-    from finetune.data.preparation import Prepared
-    from finetune.recipe.schema import Recipe
-    from finetune.training.auto_correction import Correction
+from finetune.training.auto_correction import NONE, Correction, StartAgain
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from peft import PeftModel
+from transformers import PreTrainedModel
+from trl.trainer.sft_config import SFTConfig
 
 from finetune.autoconfig import compilation, packing_support
 from finetune.checkpointing import resume_contract
@@ -10,14 +12,7 @@ from finetune.core import run_checks
 from finetune.distributed import collectives
 from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
 from finetune.training import auto_correction
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.training.run_context import RunContext
-
+from finetune.training.run_context import RunContext
 
 AS_BEFORE = "as in the checkpoint's run"
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from finetune.autoconfig.machine_setup import Setup
 from finetune.core import safe_files, strict_json
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.core.console import Console
-    from finetune.hardware.detection import Hardware
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.core.console import Console
+from finetune.hardware.detection import Hardware
+from finetune.run_folder.run_folder import RunFolder
 
 DATA_WAIT = 0.05  # share of the time of all steps that prints a note
 COUNTED = 20  # steps of a process before a note during training

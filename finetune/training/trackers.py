@@ -9,21 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.privacy import masked
 from finetune.core.visible_text import visible
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.run_folder.run_folder import RunFolder
 
 LONGEST_NAME = 128  # most characters of a name in W&B
 TOLD_LAST = ("tensorboard", "trackio", "wandb")  # MLflow would begin a second run

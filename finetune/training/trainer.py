@@ -6,14 +6,20 @@ import contextlib
 import faulthandler
 import time
 from collections import defaultdict
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
-from transformers import PrinterCallback
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.adapters import adalora, trainable_parameters
@@ -23,19 +29,7 @@ from finetune.distributed import collectives, gradient_reduction, transformer_en
 from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, loss_weights, static_shapes
 from finetune.training import expert_use, loader_workers, oom_recovery
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from datasets import Dataset
-    from peft import PeftModel
-    from torch import Tensor, nn
-    from torch.utils.data import DataLoader
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.training.trainer_parts import TrainerParts
+from finetune.training.trainer_parts import TrainerParts
 
 
 class Trainer(SFTTrainer):

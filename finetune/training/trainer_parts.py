@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import TrainerCallback
 
 from finetune.adapters import adalora
 from finetune.speed import lm_head_loss
 from finetune.training import first_step_checks, nan_detection, oom_recovery, optimizers, step_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from transformers import TrainerCallback
-
-    from finetune.training.auto_correction import Corrector
-    from finetune.training.eval_callback import Validate
-    from finetune.training.stopping import Schedule
+from finetune.training.auto_correction import Corrector
+from finetune.training.eval_callback import Validate
+from finetune.training.stopping import Schedule
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
 
 from finetune.adapters import adalora
 from finetune.checkpointing.checkpoints import Writer
+from finetune.recipe.schema import Speed
 from finetune.speed import dora_norm, lm_head_loss
 from finetune.training import (
     batch_setup,
@@ -16,19 +21,10 @@ from finetune.training import (
     step_metrics,
     stopping,
 )
+from finetune.training.run_context import RunContext, RunData, StepPlan
+from finetune.training.stopping import Stop
 from finetune.training.trainer import Trainer
 from finetune.training.trainer_parts import TrainerParts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from peft import PeftModel
-    from torch import nn
-    from transformers import PreTrainedModel, TrainerCallback
-
-    from finetune.recipe.schema import Speed
-    from finetune.training.run_context import RunContext, RunData, StepPlan
-    from finetune.training.stopping import Stop
 
 
 def build(
