@@ -17,6 +17,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
 
+MOST_SEEDS = 1000  # of each adapter type in `compare`
 # Functions with another name than their command: `import` is a keyword, and `finetune.export` is a package.
 NAMES = {"import_recipe": "import", "export_model": "export"}
 
@@ -37,9 +38,17 @@ def at_least_one(text: str) -> int:
 
 
 def number_of_gpus(text: str) -> int:
+    return _up_to(MOST_GPUS, text)
+
+
+def number_of_seeds(text: str) -> int:
+    return _up_to(MOST_SEEDS, text)
+
+
+def _up_to(most: int, text: str) -> int:
     number = at_least_one(text)
-    if number > MOST_GPUS:
-        raise wrong(text[:20], f"an integer from 1 to {MOST_GPUS:,}")
+    if number > most:
+        raise wrong(text[:20], f"an integer from 1 to {most:,}")
     return number
 
 

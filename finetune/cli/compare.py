@@ -95,7 +95,7 @@ COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
         "--seeds",
         {
             "metavar": "N",
-            "type": arguments.at_least_one,
+            "type": arguments.number_of_seeds,
             "help": "runs per type, each with its own seed (default: 3)",
         },
     ),

@@ -301,6 +301,12 @@ def test_doctor_has_a_row_for_each_optimization(capsys) -> None:
     ("words", "said", "found", "expected"),
     [
         (["plan", "--gpus", "0"], "--gpus: this value is not valid", "0", "an integer from 1"),
+        (
+            ["compare", "--seeds", "99999999999"],
+            "--seeds: this value is not valid",
+            "99999999999",
+            "to 1,000",
+        ),
         (["sweep", "--trials", "many"], "--trials: this value is not valid", "many", "an integer from 1"),
         (
             ["plan", "--price-per-hour", "nan"],
