@@ -447,6 +447,7 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     stored = checkpoint_headers.check_quantized(folder, declared)
     # transformers renames parts of a mixture of experts while it reads them
     renamed = declared or any(".experts." in name for name in listed.names.shapes)
+    renamed = renamed or listed.names.family in checkpoint_headers.RENAMED
     same_names = not renamed and module_lists.is_shipped(listed.names.family)
     if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names):
         raise UserError(checkpoint_headers.missing_weights(missing))

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from finetune.core.errors import UserError
-from finetune.models import architecture, meta_forward, model_class, module_lists, module_names
+from finetune.models import (
+    architecture,
+    checkpoint_headers,
+    meta_forward,
+    model_class,
+    module_lists,
+    module_names,
+)
 from support.architectures import CONFIGS, MULTIMODAL, config_of
 from support.paths import MODEL
 from support.soak import soak_except
@@ -168,3 +175,16 @@ def test_shipped_and_cached_lists_are_read_without_torch(tmp_path, monkeypatch) 
     )
     paths = [str(MODEL / "config.json"), str(tmp_path / "m" / "config.json")]
     subprocess.run([sys.executable, "-c", program, *paths], check=True)
+
+
+def test_families_whose_files_have_other_names_are_known() -> None:
+    """transformers renames tensors while it loads them; `check` must not miss them in the files."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    renamed = {
+        family
+        for family in FAMILIES
+        for name in (family, MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]].__name__)
+        if get_checkpoint_conversion_mapping(name)
+    }
+    assert renamed - {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"} == {*checkpoint_headers.RENAMED}

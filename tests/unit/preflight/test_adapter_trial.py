@@ -66,11 +66,7 @@ DAMAGES: dict[str, Callable[[Tensors], Tensors]] = {
 }
 
 
-<<<<<<< HEAD
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # PEFT warns of what the test asks for
-=======
-@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # PEFT warns, and finetune refuses
->>>>>>> ba144610 (The seeded bug of the packing mask is at its new place; SECURITY.md names the trust in the Hub's server)
 @pytest.mark.parametrize("refused", [None, *DAMAGES])
 def test_tensors_of_an_adapter_to_continue_from_are_compared_with_the_model(
     refused: str | None, tmp_path: Path
