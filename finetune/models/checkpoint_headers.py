@@ -18,7 +18,6 @@ from finetune.quantization.four_bit_state import StoredTensor
 if TYPE_CHECKING:
     from finetune.models.module_names import Names
 
-RENAMED = ("gpt_neox",)  # shipped families without experts whose files have other names than the model
 MOST_DIMENSIONS = 16
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
 LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 FORMAT = 7  # the format of the lists on disk; raise it if `Names` or its contents change
 SHIPPED = Path(__file__).parent / "module_lists.json"
+RENAMED = ("gpt_neox",)  # families with a shipped list whose weights transformers renames as it reads them
 
 
 class ModuleList(NamedTuple):
@@ -232,6 +233,12 @@ def _shipped_families() -> dict[str, Any]:
 def is_shipped(family: str) -> bool:
     """Return whether there is a shipped list for a family."""
     return family in _shipped_families()
+
+
+def has_names_of_files(names: Names) -> bool:
+    """Return whether the weight files of a model have the names of its parameters, as far as it is known."""
+    experts = any(".experts." in name for name in names.shapes)
+    return is_shipped(names.family) and names.family not in RENAMED and not experts
 
 
 @cache

@@ -445,10 +445,7 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     listed = module_lists.read(folder / "config.json", config)
     declared = stored_weights.declaration(config)
     stored = checkpoint_headers.check_quantized(folder, declared)
-    # transformers renames parts of a mixture of experts while it reads them
-    renamed = declared or any(".experts." in name for name in listed.names.shapes)
-    renamed = renamed or listed.names.family in checkpoint_headers.RENAMED
-    same_names = not renamed and module_lists.is_shipped(listed.names.family)
+    same_names = not declared and module_lists.has_names_of_files(listed.names)
     if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names):
         raise UserError(checkpoint_headers.missing_weights(missing))
     whole = {

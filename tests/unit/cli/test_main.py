@@ -305,7 +305,7 @@ def test_doctor_has_a_row_for_each_optimization(capsys) -> None:
             ["compare", "--seeds", "99999999999"],
             "--seeds: this value is not valid",
             "99999999999",
-            "to 1,000",
+            "an integer from 1 to 1,000",
         ),
         (["sweep", "--trials", "many"], "--trials: this value is not valid", "many", "an integer from 1"),
         (

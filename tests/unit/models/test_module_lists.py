@@ -50,6 +50,29 @@ def read(folder: Path, config: Any) -> module_lists.ModuleList:
     return module_lists.read(path, architecture.config_in(path))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_weights_have_the_names_that_check_looks_for(family: str, tied: bool, tmp_path) -> None:
+    """Of the whole model, and of its base model, such as `layers.0` for `model.layers.0`."""
+    config = AutoConfig.for_model(family, **{**CONFIGS[family], "tie_word_embeddings": tied})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    names = module_lists.read(
+        tmp_path / "config.json", architecture.config_in(tmp_path / "config.json")
+    ).names
+    stored = dict(checkpoint_headers.stored(tmp_path))
+    same = module_lists.has_names_of_files(names)
+    assert not checkpoint_headers.lacks(stored, names, same_names=same)
+    if not same:
+        return
+    if tied:
+        prefix = f"{model.base_model_prefix}."
+        bare = {name.removeprefix(prefix): one for name, one in stored.items() if name.startswith(prefix)}
+        assert not checkpoint_headers.lacks(bare, names, same_names=True)
+    for name in sorted(stored)[::7]:
+        assert checkpoint_headers.lacks(stored.keys() - {name}, names, same_names=True) == [name]
+
+
 @pytest.mark.parametrize(
     "others", [{}, {"head_dim": 20, "tie_word_embeddings": False}], ids=["", "wide heads"]
 )
@@ -187,4 +210,4 @@ def test_families_whose_files_have_other_names_are_known() -> None:
         for name in (family, MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]].__name__)
         if get_checkpoint_conversion_mapping(name)
     }
-    assert renamed - {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"} == {*checkpoint_headers.RENAMED}
+    assert renamed - {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"} == {*module_lists.RENAMED}
