@@ -7,13 +7,15 @@ import datetime
 import math
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from finetune.core.argument_types import MOST_GPUS
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, Stopped, UserError
+from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
 
@@ -180,6 +182,14 @@ def go_on(options: argparse.Namespace, folder: str) -> list[str]:
     known = folder or options.resume  # otherwise there is no folder to resume from
     resumes = ["--resume" if saved else "--resume=auto"] if known else []
     return ["train", options.recipe, *options.overrides, *where, *launched, *resumes]
+
+
+def with_command(stopped: Stopped, options: argparse.Namespace) -> Stopped:
+    """Return the message of a stopped run with the command that resumes it."""
+    from finetune.launch import launcher
+
+    again = shlex.join(launcher.command_line(go_on(options, stopped.folder)))
+    return Stopped(f"{visible(stopped)}\n  resume with: {visible(again)}")
 
 
 # Arguments that several commands take

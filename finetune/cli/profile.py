@@ -29,5 +29,5 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
 
         screen = Console(quiet=options.quiet or not launch_environment.is_main())
         with progress.phase(screen, "profile", parts=1):
-            found = profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
+            found = profiler.command(options.recipe, options.overrides, options.output, screen)
         return profiler.as_json(found)

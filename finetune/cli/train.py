@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import counted, load, located
 from finetune.core.errors import Stopped
-from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
@@ -87,8 +85,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         try:
             folder = pipeline.run(recipe, verbosity=_verbosity(options), command=True, **requested)
         except Stopped as stopped:
-            again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
-            raise Stopped(f"{visible(stopped)}\n  resume with: {visible(again)}") from None
+            raise arguments.with_command(stopped, options) from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             after_training.publish_run(recipe.publish, folder, Console(quiet=options.quiet))
         return _result(folder) if main and options.json else {}

@@ -8,7 +8,7 @@ resolves a file, and checks the reader before it opens a file.
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,19 @@ def load(
     _check_inside(options, name)
     _check_inside(_configs_of_card(name, revision), name)
     given = {key: value for key, value in options.items() if value is not None}
-    builder = datasets.load_dataset_builder(name, subset, revision=revision, **given)
+    make = partial(datasets.load_dataset_builder, name, subset, revision=revision, **given)
+    # Otherwise pandas takes texts of a CSV file such as "NA" and "null" for missing values
+    texts = partial(make, na_filter=False)
+    try:
+        builder = make()
+    except ValueError as error:  # without a network, the cache knows a CSV dataset by this option
+        try:
+            builder = texts()
+        except ValueError:
+            raise error from None
     check_builder(builder, name)
+    if type(builder).__module__.endswith(".csv"):
+        builder = texts()
     builder.download_and_prepare()
     return builder.as_dataset(split=split)
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console
 from finetune.core.errors import Problem, Stopped, UserError
-from finetune.distributed import launch_environment
 from finetune.hardware import detection
 from finetune.launch import launcher
 from finetune.planning import planner
@@ -68,7 +67,7 @@ class Profile(NamedTuple):
     """Snapshot of the GPU's allocations. `None` on the CPU."""
 
 
-def command(path: str, overrides: list[str], output: str | None, *, quiet: bool) -> Profile:
+def command(path: str, overrides: list[str], output: str | None, screen: Console) -> Profile:
     """Run `finetune profile`: check the recipe, trace a step, and print the result.
 
     Raises:
@@ -102,10 +101,9 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
         if made:  # if the recipe is not valid, leave no empty folder
             with contextlib.suppress(OSError):
                 folder.rmdir()
-    if launch_environment.is_main():
-        screen, few = Console(quiet=quiet), adapter_types.in_few_steps(whole.adapter, STEPS)
-        screen.say(*[f"note: the profile used {key}: {value}" for key, value in few.items()])
-        show(screen, found)
+    few = adapter_types.in_few_steps(whole.adapter, STEPS)
+    screen.say(*[f"note: the profile used {key}: {value}" for key, value in few.items()])
+    show(screen, found)
     return found
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 
 from finetune.core import strict_json
 
-LARGEST = 10**18  # the largest integer, and the largest number that reports calculate with
+LARGEST = 10**18  # the largest number that reports calculate with
 Scores = dict[str, float | None]
 Nothing = Annotated[dict[str, float], Field(max_length=0)]
 
@@ -181,7 +181,8 @@ class DataReport(Shape):
 
     train: Split
     validation: Split | None = None
-    __pydantic_extra__: dict[str, Split]  # readers go through all splits
+    # Readers go through all splits
+    __pydantic_extra__: dict[str, Split]  # pyright: ignore[reportIncompatibleVariableOverride] (pydantic's own way to type them)
 
 
 class Check(Shape):
@@ -638,6 +639,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole_number(digits: str) -> int:
-    if len(digits) > 19 or abs(int(digits)) > LARGEST:
+    """Parse an integer of up to 64 bits. transformers writes the largest one for epochs without an end."""
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)

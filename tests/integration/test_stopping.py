@@ -186,6 +186,14 @@ def test_until_is_a_step_or_a_time(train, monkeypatch) -> None:
             arguments.until(wrong)
 
 
+def test_a_streamed_run_goes_on(train) -> None:
+    """Its state has the largest integer of 64 bits as its number of epochs."""
+    streamed = [*SHORT, "data.streaming=true", "train.max_steps=3"]
+    train(*streamed, "--until=2", code=75)
+    run = train(*streamed, "--resume")
+    assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3]
+
+
 def test_checkpoints_by_share_epoch_and_time(train, monkeypatch, tmp_path) -> None:
     rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)[:6]
     (tmp_path / "rows.jsonl").write_text("".join(rows))

@@ -40,6 +40,18 @@ def test_dataset_of_the_hub_is_read(datasets_hub: Hub) -> None:
     assert read("me/configs") == [{"text": "a"}]
 
 
+def test_texts_of_a_csv_that_pandas_takes_for_missing_values_are_texts(
+    datasets_hub: Hub, monkeypatch
+) -> None:
+    texts = ["NA", "null", "None", "nan", "", "a"]
+    rows = "".join(f"{text},b\n" for text in texts)
+    datasets_hub.add("me/texts", **{"data.csv": f"input,output\n{rows}".encode()})
+    assert [row["input"] for row in read("me/texts")] == texts
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert [row["input"] for row in read("me/texts")] == texts, "from the cache, without a network"
+
+
 def tar_of_pickles() -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
