@@ -520,6 +520,8 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         if "" in document["choices"]:
             raise ValueError("a choice is empty, so it has no likelihood")
         document["answer"] = _index(answer, document["choices"])
+        if document["choices"].count(document["choices"][document["answer"]]) > 1:
+            raise ValueError(f"`choices` gives the right answer twice: {listed!r}")
     return document
 
 
@@ -651,16 +653,24 @@ def right(task: Task, said: str, wanted: str) -> float:
     """Return whether a generated answer is correct: 1.0 or 0.0."""
     said = without_thinking(said)
     if task.kind == "json_match":
-        return float(_first_json(said) == json.loads(wanted))
+        found = _first_json(said), json.loads(wanted, parse_float=_number)
+        texts = {json.dumps(value, sort_keys=True) for value in found}  # Python's True equals 1
+        return float(len(texts) == 1)
     if task.kind == "regex_match":
         found = limited_patterns.LimitedPattern(str(task.pattern)).search(said)
         said = (found[1] if found.groups() else found[0]) if found else ""
     return float((said or "").strip() == wanted.strip())
 
 
+def _number(text: str) -> int | float:
+    """Parse a number with a fraction or an exponent. 1.0 is 1, as in JSON."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def _first_json(text: str) -> Any:
     """Return the first JSON object or list in a text, or `None`."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_float=_number)
     for start in (match.start() for match in re.finditer(r"[\[{]", text)):
         try:
             return decoder.raw_decode(text, start)[0]

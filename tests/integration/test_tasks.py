@@ -82,6 +82,8 @@ def test_what_an_answer_must_be_to_be_right() -> None:
     assert right("exact_match", " <think>no</think> yes\n", "yes") == 1.0
     assert right("exact_match", "yes.", "yes") == 0.0
     assert right("json_match", 'Here: {"b": 2, "a": [1]} and more', '{"a": [1], "b": 2}') == 1.0
+    assert right("json_match", "[1.0, 2e1]", "[1, 20]") == 1.0
+    assert right("json_match", "[true]", "[1]") == right("json_match", "[false]", "[0.0]") == 0.0
     assert right("json_match", "{broken", '{"a": 1}') == 0.0
     assert right("json_match", "[" * 3000, '{"a": 1}') == 0.0
     extract = "answer1|answer2"
@@ -166,6 +168,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         (CHOICE.replace("options", "right"), ("and not a list with two or more choices",)),
         (CHOICE.replace("right", "question"), ("is not one of the choices",)),
         (CHOICE.replace("{{ options }}", "{{ ['', 'a'] }}"), ("a choice is empty",)),
+        (CHOICE.replace("{{ options }}", "{{ ['a', 'b', 'a'] }}"), ("the right answer twice",)),
         (CHOICE.replace("{{ options }}", "{{ ['a 1 ' * 600, 'a'] }}"), ("a choice has more tokens than",)),
         (CHOICE + "chioces: a\n", ("unknown key", "choices")),
         (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
