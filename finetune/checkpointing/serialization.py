@@ -129,14 +129,17 @@ def refusals(path: Path) -> Iterator[None]:
         raise refusal(path, error) from error
 
 
-def refusal(path: Path, error: Exception) -> UserError:
-    """Return the error of a checkpoint that raised `error` when finetune restored it."""
+def refusal(
+    path: Path, error: Exception, what: str = "finetune can't restore the checkpoint", why: str = ""
+) -> UserError:
+    """Return the error of a checkpoint that raised `error` when finetune used it."""
     return UserError(
         Problem(
-            "finetune can't restore the checkpoint",
+            what,
             where=str(path),
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             fix="choose another checkpoint with --resume=step-N",
+            why=why,
             code="checkpoint",
         ),
         code=Exit.ARTIFACT,

@@ -210,13 +210,14 @@ def put_back(trainer: Trainer, *names: str) -> None:
 
 @contextlib.contextmanager
 def refusals(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
-    """Refuse a checkpoint with values of other types, with which the first step after it fails (exit 4)."""
+    """Name the checkpoint if the first step after it fails (exit 4): a value in it may have another type."""
     try:
         yield
     except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
         if checkpoint is None or trainer.state.global_step > checkpoints.step_of(checkpoint):
             raise
-        raise serialization.refusal(checkpoint, error) from error
+        what, why = "the first step after the checkpoint failed", "a value in it may have another type"
+        raise serialization.refusal(checkpoint, error, what, why) from error
 
 
 def random_state() -> dict[str, Any]:
