@@ -20,7 +20,10 @@ class RunCheck:
 
 @dataclass
 class RunChecks:
-    """The run checks of a run. `check` is called after the model is built, after step 1 and after saving."""
+    """The run checks of a run.
+
+    `check` is called before training, after step 1, after training and after the saved weights are reopened.
+    """
 
     entries: list[RunCheck] = field(default_factory=list)
     checked: int = 0

@@ -54,6 +54,8 @@ class Prepared:
 
     A sequence has `input_ids` and `labels`, and `seq_lengths` if it is packed. `where` holds the origin of
     each document, and `cut` the number of tokens removed from its prompts.
+
+    The validation set has only a report. Evaluations encode it again (`held_out`).
     """
 
     train: Any  # Dataset, or IterableDataset if examples are read during training

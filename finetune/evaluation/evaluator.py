@@ -41,7 +41,7 @@ def run(
     path: str | Path,
     overrides: list[str] | tuple[str, ...] = (),
     *,
-    inspect: Callable[[Any], None] | None = None,
+    verify_reopened: Callable[[Any], None] | None = None,
     screen: Console | None = None,
 ) -> dict[str, Any]:
     """Reload a run folder, evaluate base model and fine-tuned model, and write eval.json.
@@ -50,7 +50,7 @@ def run(
         path: the run folder.
         overrides: overrides of its recipe, such as `eval.tasks=[arc_easy]`, or `model.name=...` if the base
             model has another path.
-        inspect: called with the reloaded model before evaluation. It can raise an error.
+        verify_reopened: called with the reloaded model before evaluation. It can raise an error.
         screen: prints the start of each part, because a part can take minutes.
 
     Returns:
@@ -78,8 +78,8 @@ def run(
     texts = tasks.general_texts(recipe.eval)
     with measurement.show_progress(screen, "loading the fine-tuned model"):
         tuned: Any = reopen.reopen(folder, recipe)
-    if inspect:
-        inspect(tuned)
+    if verify_reopened:
+        verify_reopened(tuned)
     tokenizer = reopen.tokenizer_of(folder)
     stops = scoring.stops(tuned, tokenizer)
     rows, notes = validation_set.held_out(folder, recipe, tokenizer)

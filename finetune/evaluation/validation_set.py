@@ -42,8 +42,8 @@ def held_out(
     kept, other = folder.file(run_folder.HELD_OUT), overridden(recipe)
     config = model_files.read_config(recipe.model)
     ends = tokenizer_setup.declared_ends(recipe.model, config)
-    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
-    token_limits.apply(tokenizer, config, rows)
+    vocabulary = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
+    token_limits.apply(tokenizer, config, vocabulary)
     chosen = (
         recipe.eval.eval_steps
         and recipe.eval.load_best_model_at_end
@@ -57,11 +57,11 @@ def held_out(
             check_present(recipe, damage, kept)
             notes.append(f"{damage}: finetune reads the validation set from the data again")
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
-    rows = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, rows)
+    examples = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, vocabulary)
     if PartialState().is_main_process and not other:
-        lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in rows]
+        lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in examples]
         folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))
-    return rows, notes
+    return examples, notes
 
 
 def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:

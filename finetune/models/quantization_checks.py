@@ -61,7 +61,7 @@ def _missed(model: PreTrainedModel, storage: str, *, stored: bool) -> bool:
     return storage in EXPERTS_STORAGES and not stored and bool(stacked_experts.names(model))
 
 
-def add_run_check(base: PreTrainedModel, checks: RunChecks, *, stored: bool = False) -> None:
+def add_fp8_check(base: PreTrainedModel, checks: RunChecks, *, stored: bool = False) -> None:
     """Add a run check of the fp8 layers and their bytes in the live base model, before it gets an adapter."""
     head = base.get_output_embeddings()
     linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]

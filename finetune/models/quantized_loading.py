@@ -171,7 +171,7 @@ def check_and_pack(
     from finetune.quantization import four_bit, fp8_loading
 
     if checks and storage == "fp8":
-        quantization_checks.add_run_check(loaded, checks, stored=stored)
+        quantization_checks.add_fp8_check(loaded, checks, stored=stored)
     elif checks:
         quantization_checks.add_quantized_weights_check(loaded, storage, checks, stored=stored)
     if for_fsdp and storage == "fp8":

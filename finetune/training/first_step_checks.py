@@ -212,7 +212,7 @@ class FirstStep(TrainerCallback):
     ) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is loaded again
         if self.plan.is_on("CUDA graphs"):
-            add_run_check(self.checks, len(live_model_spec.decoder_layers(kwargs["model"])))
+            add_cuda_graphs_check(self.checks, len(live_model_spec.decoder_layers(kwargs["model"])))
         if self.compiled_graphs:
             graphs = upstream_private.compile_counters()["stats"]["unique_graphs"] - self.compiled_graphs
             self.checks.add(
@@ -280,7 +280,7 @@ def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
     return Ran(("none seen",), "", "")
 
 
-def add_run_check(checks: RunChecks, layers: int) -> None:
+def add_cuda_graphs_check(checks: RunChecks, layers: int) -> None:
     """Add a run check of the recorded CUDA graphs: one forward and one backward per layer."""
     recorded = upstream_private.recorded_cuda_graphs()
     skipped = upstream_private.compile_counters()["inductor"]["cudagraph_skips"]

@@ -86,7 +86,7 @@ def evaluate_here(live: verify_saved.Live, folder: RunFolder, checks: RunChecks)
         verify_saved.check_reopened(live, reopened, folder, checks)
 
     try:
-        return evaluator.run(folder.path, inspect=same_as_live)
+        return evaluator.run(folder.path, verify_reopened=same_as_live)
     except UserError as error:
         if error.code == Exit.ARTIFACT and not opened:
             verify_saved.set_aside(folder)

@@ -125,7 +125,7 @@ def test_it_is_traced_without_a_break(backend: str) -> None:
 def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
     checks = RunChecks()
     base = load()
-    quantization_checks.add_run_check(base, checks)
+    quantization_checks.add_fp8_check(base, checks)
     (check,) = checks.as_json()
     assert check["passed"] and check["actual"].startswith("42 of 42 linear layers, ")
     kinds = {
@@ -179,7 +179,7 @@ def test_layers_that_do_not_fit_stay_and_are_counted(tmp_path) -> None:
     torch.nn.init.normal_(made.model.layers[0].self_attn.q_proj.bias)
     made.save_pretrained(tmp_path)
     base, checks = load(tmp_path), RunChecks()
-    quantization_checks.add_run_check(base, checks)
+    quantization_checks.add_fp8_check(base, checks)
     assert "4 of 7 linear layers" in checks.as_json()[0]["actual"]
     assert "3 have sides not divisible by 16" in checks.as_json()[0]["actual"]
     q_proj = base.model.layers[0].self_attn.q_proj
@@ -370,12 +370,12 @@ def test_experts_that_stay_are_in_the_run_check() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
     config = AutoConfig.for_model("qwen3_moe", vocab_size=99, num_experts_per_tok=2, **sizes)
     checks = RunChecks()
-    quantization_checks.add_run_check(AutoModelForCausalLM.from_config(config), checks)
+    quantization_checks.add_fp8_check(AutoModelForCausalLM.from_config(config), checks)
     assert "of experts are not quantized" in checks.as_json()[0]["actual"]
 
 
 def test_a_convolution_is_no_expert() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     checks, config = RunChecks(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
-    quantization_checks.add_run_check(AutoModelForCausalLM.from_config(config), checks)
+    quantization_checks.add_fp8_check(AutoModelForCausalLM.from_config(config), checks)
     assert "experts" not in checks.as_json()[0]["actual"]

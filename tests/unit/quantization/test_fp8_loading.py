@@ -59,7 +59,7 @@ def test_a_checkpoint_in_fp8_is_taken_byte_for_byte(strategy: str, tmp_path) -> 
         assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
         assert module.weight_scale.dtype == torch.float32
         assert torch.equal(module.weight_scale, scale.float().reshape(-1, 1).expand_as(module.weight_scale))
-    quantization_checks.add_run_check(base, checks)
+    quantization_checks.add_fp8_check(base, checks)
     assert "3 are not fp8 in the checkpoint" in checks.as_json()[0]["actual"]
     with torch.no_grad():
         assert error(base(IDS).logits, load()(IDS).logits) < 0.15
