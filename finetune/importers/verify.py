@@ -103,7 +103,7 @@ def _first_rows(recipe: Recipe, count: int) -> list[Row]:
 
 def _of_finetune(recipe: Recipe, rows: list[Row]) -> tuple[list[Tokens | str], Any]:
     """Return finetune's ids and labels of each row, or why it trains on none; and the tokenizer."""
-    tokens = token_checks.load_tokenizer(recipe)
+    tokens = token_checks.load_model_tokens(recipe)
     examples = [_example(recipe, row) for row in rows]
     chats = any(example.messages for example in examples if isinstance(example, Example))
     encoder, found = make_encoder(tokens.tokenizer, recipe.data, chats, tokens.ends), list[Tokens | str]()

@@ -63,7 +63,7 @@ def check(recipe: Recipe) -> list[str]:
             token_limits.apply(files, config, rows)
             ends = tokenizer_setup.declared_ends(recipe.model, config)
             return [*notes, *_audit(recipe, ModelTokens(files, rows, ends, longest, ""))]
-    tokens = load_tokenizer(recipe)
+    tokens = load_model_tokens(recipe)
     long, date = _audit(recipe, tokens), recipe.data.template_date
     notes += text_limits.check(recipe.eval, tokens.tokenizer, tokens.rows, limit, date, with_hub=False)
     return [*notes, *filter(None, (tokens.note,)), *long]
@@ -117,7 +117,7 @@ class ModelTokens(NamedTuple):
     """Why the padding token had to change."""
 
 
-def load_tokenizer(recipe: Recipe) -> ModelTokens:
+def load_model_tokens(recipe: Recipe) -> ModelTokens:
     """Load the tokenizer, and limit it to its model."""
     tokenizer, config = load_with_template(recipe), model_files.read_config(recipe.model)
     if recipe.adapter.source:

@@ -20,7 +20,7 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     """Load the tokenizer and encode the training and validation examples."""
     from finetune.data import preparation, streaming
 
-    tokens = token_checks.load_tokenizer(recipe)
+    tokens = token_checks.load_model_tokens(recipe)
     build = streaming.stream if recipe.data.streaming else preparation.prepare
     prepared = build(recipe.data, tokens.tokenizer, recipe.train.seed, tokens.rows, tokens.ends)
     prepared.report["train"].notes += [tokens.note] if tokens.note else []

@@ -124,25 +124,25 @@ def run(
         Stopped: told to end, by a signal or `until`.
     """
     correction = auto_correction.from_environment() if command else auto_correction.NONE
-    where = correction.folder or recipe.train.output_dir
+    output_dir = correction.folder or recipe.train.output_dir
     verbosity = verbosity if launch_environment.is_main() else "quiet"
     correction = correction._replace(restarts=command and restart_together.possible())
-    if not correction.folder and resume.check_folder(where, resumes, recipe.model_dump(mode="json")):
+    if not correction.folder and resume.check_folder(output_dir, resumes, recipe.model_dump(mode="json")):
         if launch_environment.processes() > 1:  # another process may not be finished, and would wait
             collectives.joined(detection.detect().device)
             collectives.agree(resume_facts.recipe_facts(recipe, finished=True))
-        Console(quiet=verbosity == "quiet").say(f"{where} is finished: nothing to do")
-        return RunFolder(Path(str(where)))
+        Console(quiet=verbosity == "quiet").say(f"{output_dir} is finished: nothing to do")
+        return RunFolder(Path(str(output_dir)))
     quieten_libraries()
-    requested = _RunOptions(resumes, verbosity, callbacks)
+    options = _RunOptions(resumes, verbosity, callbacks)
     with stopping.Stop(until).listening() as stop:
         try:
-            claimed = lock.claimed(where, recipe.origin.path.stem)
-            with claimed as where, upstream_private.compile_settings():
+            claimed = lock.claimed(output_dir, recipe.origin.path.stem)
+            with claimed as output_dir, upstream_private.compile_settings():
                 recipe = choice_checks.pinned(recipe)
                 while True:  # with stronger settings while the first step runs out of memory
                     try:
-                        return _run(recipe, where, stop, requested, correction)
+                        return _run(recipe, output_dir, stop, options, correction)
                     except StartAgain as again:
                         correction = again.correction
                     stop.failed = False
@@ -171,10 +171,10 @@ class _RunOptions:
 
 
 def _run(
-    recipe: Recipe, where: str | None, stop: Stop, requested: _RunOptions, correction: Correction
+    recipe: Recipe, output_dir: str | None, stop: Stop, options: _RunOptions, correction: Correction
 ) -> RunFolder:
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
-    run, data, plan = _begin(recipe, where, requested, correction)
+    run, data, plan = _begin(recipe, output_dir, options, correction)
     with progress.phase(run.console, "loading the model"):
         adapted, plan = _load(run, data, plan)
     with (
@@ -183,7 +183,7 @@ def _run(
     ):
         plan = _write_start(run, data, adapted, plan)
         router = router_loss.count_experts(adapted.config)
-        trainer = build(run, data, adapted, plan, stop, requested.callbacks)
+        trainer = build(run, data, adapted, plan, stop, options.callbacks)
         tracked.follow(trainer)
         live = _train(run, data, trainer, stop, router)
         validations = trainer.validations
@@ -193,7 +193,7 @@ def _run(
 
 
 def _begin(
-    recipe: Recipe, where: str | None, requested: _RunOptions, correction: Correction
+    recipe: Recipe, output_dir: str | None, options: _RunOptions, correction: Correction
 ) -> tuple[RunContext, RunData, StepPlan]:
     """Join the processes, prepare the data and find the checkpoint to resume.
 
@@ -201,22 +201,22 @@ def _begin(
     """
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
-    screen = Console(quiet=requested.verbosity == "quiet", verbose=requested.verbosity == "verbose")
+    screen = Console(quiet=options.verbosity == "quiet", verbose=options.verbosity == "verbose")
     shards = setup.launch.data_parallel_size
     batch = split_batch(recipe.train, shards)
     collectives.start(setup.hardware.device)
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     collectives.agree(resume_facts.recipe_facts(recipe))
-    folder = shared_folder(where, arguments)
+    folder = shared_folder(output_dir, arguments)
     start_checks.check_evaluation(recipe)
     set_seed(recipe.train.seed)
 
-    recipe = training_data.with_template_date(recipe, folder, requested.resumes)
+    recipe = training_data.with_template_date(recipe, folder, options.resumes)
     with progress.phase(screen, "preparing the data"):
         tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
-    stopping.check(recipe.train, requested.resumes, setup.launch.keeper)
-    checkpoint = collectives.from_main(lambda: resume.find(folder, requested.resumes))  # and verifies it
+    stopping.check(recipe.train, options.resumes, setup.launch.keeper)
+    checkpoint = collectives.from_main(lambda: resume.find(folder, options.resumes))  # and verifies it
     correction = correction._replace(folder=str(folder.path))
     run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
     data = RunData(tokenizer, prepared, arguments)
@@ -305,13 +305,13 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
     terminal.show_result(run.console, run.folder, run.checks, result)
 
 
-def shared_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
+def shared_folder(output_dir: str | None, arguments: SFTConfig) -> RunFolder:
     """Return the run folder, which rank 0 has locked and names for all, and let the Trainer write into it.
 
     Raises:
         UserError: not all processes see it (exit 3).
     """
-    folder = RunFolder(Path(collectives.from_main(lambda: where)))
+    folder = RunFolder(Path(collectives.from_main(lambda: output_dir)))
     collectives.on_one_disk(folder.path)
     arguments.output_dir = str(folder.staging)
     arguments.run_name = trackers.safe_name(arguments.run_name or folder.path.name)

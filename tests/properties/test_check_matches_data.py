@@ -115,7 +115,7 @@ def counted(report: Any) -> dict[str, Any]:
 
 
 def first_of(recipe: Recipe) -> preparation.First:
-    tokens = token_checks.load_tokenizer(recipe)
+    tokens = token_checks.load_model_tokens(recipe)
     return preparation.check_first(
         recipe.data, tokens.tokenizer, recipe.train.seed, tokens.rows, tokens.ends, FIRST
     )
