@@ -55,7 +55,7 @@ def load(
     except ValueError as error:  # without a network, the cache knows a CSV dataset by this option
         try:
             builder = texts()
-        except ValueError:
+        except (ValueError, TypeError):  # readers of other formats do not know the option
             raise error from None
     check_builder(builder, name)
     if type(builder).__module__.endswith(".csv"):

@@ -226,6 +226,7 @@ def test_line_that_resumes_a_launch_runs_as_it_is_printed(
     assert (run / "adapter" / "adapter_config.json").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_ranks_of_a_killed_launcher_save_and_end(small, two_layers, tmp_path) -> None:
     run = tmp_path / "run"

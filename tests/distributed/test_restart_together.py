@@ -29,6 +29,7 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_out_of_memory_on_one_rank_restarts_all_with_the_stronger_setting(
     small, two_layers, tmp_path

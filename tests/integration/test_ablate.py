@@ -303,6 +303,7 @@ def test_results_of_other_hardware_are_refused(climbed: Climbed, tmp_path, capsy
     assert "NOT COMPARABLE" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_an_optimized_recipe_is_held_to_its_promises(small, two_layers, tmp_path, capsys) -> None:
     script = module_of("scripts", "validate_optimizations")
     base = str(ROOT / "recipes" / "baselines" / "quickstart.yaml")

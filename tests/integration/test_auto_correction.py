@@ -57,6 +57,7 @@ def test_auto_after_out_of_memory_equals_a_run_with_the_stronger_setting(train) 
     assert run_checks(run)[CHECKPOINTING]["actual"].endswith("norms")
 
 
+@pytest.mark.soak
 def test_auto_after_out_of_memory_halves_the_micro_batch_last(train) -> None:
     """4 sequences never fit: first all checkpointing, then 2 sequences with twice the accumulation."""
     told = train(*FEW, f"{CHECKPOINTING}=full", "train.per_device_train_batch_size=2", name="told")

@@ -168,6 +168,7 @@ def test_mistakes(run, talk, tmp_path, capsys) -> None:
         assert main.main(["chat", "run", *wrong]) == 2
 
 
+@pytest.mark.soak
 def test_at_a_terminal(run) -> None:
     """Columns side by side; Ctrl-C stops an answer, and ends the talk at the prompt."""
     ours, theirs = pty.openpty()

@@ -217,6 +217,7 @@ def test_export_to_mlx_writes_a_folder_that_mlx_lm_loads(trained: Callable[..., 
     assert report["serving_check"]["answers"]["agree"] and "mlx_lm.server" in report["serve"][0]
 
 
+@pytest.mark.soak
 def test_export_of_a_plain_adapter_leaves_out_the_evaluation_and_says_so(
     trained: Callable[..., RunFolder],
     tmp_path: Path,

@@ -166,6 +166,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(train, capsys) -> None:
     train(*FEW, "train.save_steps=1", "--resume")
 
 
+@pytest.mark.soak
 def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -40,6 +40,7 @@ def answers_of(path: Path, prompts: list[list[int]], room: int) -> list[list[int
     return [[token for token in answer if token not in stops] for answer in found]
 
 
+@pytest.mark.soak
 def test_the_steps_of_the_guide_lead_to_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

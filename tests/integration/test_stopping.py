@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl
 
 from finetune.autoconfig import launch_settings
 from finetune.checkpointing import checkpoints, resume, training_state
@@ -315,7 +315,7 @@ def test_the_first_step_does_not_say_how_long_one_takes(monkeypatch) -> None:
     writer: Any = SimpleNamespace(check=lambda: None, seconds=0.0)
     schedule = stopping.Schedule(Train(), stopping.Stop(), writer, "")
     state: Any = SimpleNamespace(global_step=0, max_steps=10, epoch=0.5)
-    control: Any = SimpleNamespace(should_training_stop=False, should_save=False)
+    control: Any = TrainerControl()
     schedule.on_train_begin(None, state, control)
     for took, longest in ((500.0, 0.0), (2.0, 2.0), (1.0, 2.0)):
         now[0] += took
@@ -327,7 +327,7 @@ def test_an_optimizer_whose_state_can_t_be_kept_is_said_after_one_step() -> None
     """Not ten minutes later, by the first checkpoint."""
     writer: Any = SimpleNamespace(check=lambda: None, seconds=0.0)
     state: Any = SimpleNamespace(global_step=1, max_steps=10, epoch=0.5)
-    control: Any = SimpleNamespace(should_training_stop=False, should_save=False)
+    control: Any = TrainerControl()
     jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     optimizer: Any = SimpleNamespace(state_dict=lambda: {"state": {0: {"odd": jagged}}})
     for strategy in ("auto", "no"):

@@ -274,6 +274,7 @@ def test_full_fine_tuning_leaves_a_model_and_its_base_untouched(train, two_layer
     assert (two_layers / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_two_processes_learn_what_one_does(train, small, two_layers, tmp_path) -> None:
     """By `finetune train --accelerate`, as the README says; scripts/train.py: test_two_hosts.py."""
