@@ -139,10 +139,12 @@ def config_in(path: Path) -> Any:
 def _without_window(text: Any, path: Path) -> list[Problem]:
     """Check that a model with layers of sliding-window attention has a window."""
     types, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
-    slides = isinstance(types, list) and "sliding_attention" in types
-    # Families without layer types use the window in all layers. Some switch it off with another key
-    is_off = getattr(text, "use_sliding_window", True) is False or isinstance(types, list)
-    if not ((slides and not window) or (isinstance(window, int) and window < 1 and not is_off)):
+    if isinstance(types, list):
+        is_wrong = "sliding_attention" in types and not (isinstance(window, int) and window > 0)
+    else:  # such families use a window in all layers, and some can switch it off
+        is_on = getattr(text, "use_sliding_window", True) is not False
+        is_wrong = is_on and isinstance(window, int) and window < 1
+    if not is_wrong:
         return []
     what, fix = "the model has no window for its sliding-window attention", "set `sliding_window` in the file"
     found = f"sliding_window: {window}"

@@ -65,7 +65,7 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
         if twice := sorted(found.keys() & header.keys()):
             raise UserError(
                 Problem(
-                    f"the weight files hold {len(twice)} tensors twice",
+                    "two weight files hold the same tensor",
                     key,
                     where=str(path),
                     found=", ".join(twice[:3]),

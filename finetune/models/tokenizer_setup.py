@@ -93,9 +93,8 @@ def check_backend(backend: Tokenizer, name: str) -> None:
         name: the name of the model, for messages.
     """
     cut = backend.truncation or {"stride": 0}
-    if (
-        cut["stride"] and cut["stride"] >= cut["max_length"]
-    ):  # transformers refuses some of them, others panic
+    # transformers refuses some of them, and others panic
+    if cut["stride"] and cut["stride"] >= cut["max_length"]:
         raise UserError(
             Problem(
                 "the tokenizer's truncation has a stride that is not below its max_length",
@@ -116,7 +115,7 @@ def check_backend(backend: Tokenizer, name: str) -> None:
                 "model.name",
                 found=name,
                 fix="use the tokenizer of another checkpoint",
-                why="it loses spaces or rare characters, or it fails on them",
+                why="it loses or confuses letters, spaces or rare characters, or it fails on them",
                 code="tokenizer",
             )
         )
@@ -151,9 +150,8 @@ def can_encode(backend: Tokenizer) -> bool:
 
 def _tells_apart(backend: Tokenizer, characters: str) -> bool:
     """Return whether each character that the tokenizer knows has tokens of its own, also inside a word."""
-    unknown = {
-        *backend.encode("\U0002a6d6", add_special_tokens=False).ids[-1:]
-    }  # the rarest Chinese character
+    rare = backend.encode("\U0002a6d6", add_special_tokens=False)  # a Chinese character of a late extension
+    unknown = {*rare.ids[-1:]}
     texts = [f"{character} 0{character}0" for character in ("", *characters)]
     found = [tuple(one.ids) for one in backend.encode_batch(texts, add_special_tokens=False)]
     known = [ids for ids in found if not unknown & {*ids}]

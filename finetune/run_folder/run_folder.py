@@ -216,7 +216,7 @@ class RunFolder:
             problem = Problem(
                 f"{path.name} is missing",
                 where=str(path),
-                fix=_REPAIR.get(name, "restore the file from a copy"),
+                fix=_REPAIR.get(name, "restore the file from a copy").removeprefix("delete the file and "),
                 code="run-damaged",
             )
         except (OSError, ValueError) as error:

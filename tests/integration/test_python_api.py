@@ -123,3 +123,5 @@ def test_a_run_without_an_evaluation_is_an_error_of_the_user(tmp_path) -> None:
     for read in (lambda: run.eval, run.load_model):
         with pytest.raises(UserError):
             read()
+    with pytest.raises(UserError, match=r"help: +run `finetune evaluate RUN`"):
+        _ = run.eval

@@ -479,6 +479,7 @@ VALUES: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
     {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 0},
     {"layer_types": ["sliding_attention"] * 6},
+    {"layer_types": ["sliding_attention"] * 6, "sliding_window": -4},
     {"num_hidden_layers": 7},  # the files lack weights
     {"tie_word_embeddings": False},  # the same
 ]
@@ -514,7 +515,7 @@ def test_tensor_that_two_weight_files_hold_is_refused(tmp_path, commands) -> Non
         split_weights(folder, twice=twice)
         ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
         assert not ended.wrong and ended.code == (2 if twice else 0), ended
-        assert ("the weight files hold 1 tensors twice" in ended.said) == twice
+        assert ("two weight files hold the same tensor" in ended.said) == twice
 
 
 def test_weights_under_other_names_are_refused(tmp_path, commands) -> None:
