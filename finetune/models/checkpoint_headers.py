@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ _BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 _LAYER = re.compile(r"\.\d+\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
 def tensors(folder: Path, key: str = "model.name") -> dict[str, list[int]]:
@@ -107,18 +108,100 @@ def lacks(stored: Collection[str], names: Names, *, same_names: bool) -> list[st
     return [name for name in missing if _LAYER.sub(".*.", name) in layered]
 
 
-def check_quantized(folder: Path, declared: dict[str, Any]) -> dict[str, StoredTensor]:
-    """Check that quantized weights have scales that fit, and return the tensors by name.
+def check_tensors(folder: Path, declared: dict[str, Any]) -> dict[str, StoredTensor]:
+    """Check scales of quantized weights and the numbers of experts, and return the tensors by name.
 
     Args:
         declared: the `quantization_config` of the model; empty if it has none.
 
     Raises:
-        UserError: a scale is missing or does not fit, or a file is damaged (exit 2).
+        UserError: a scale is missing or does not fit, an expert is missing, or a file is damaged (exit 2).
     """
     found = stored(folder)
     raise_if_any(stored_tensors.problems(stored_weights.format_of(declared), declared, found))
+    raise_if_any(_expert_problems(found, quantized=bool(declared)))
     return found
+
+
+def _experts(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, dict[int, list[int]]]]:
+    """Return the shapes of experts that have tensors of their own: layer -> kind of tensor -> number."""
+    held: dict[str, dict[str, dict[int, list[int]]]] = {}
+    for name, tensor in stored.items():
+        if found := _EXPERT.fullmatch(name):
+            layer, number, kind = found.groups()
+            held.setdefault(layer, {}).setdefault(kind, {})[int(number)] = tensor.shape
+    return held
+
+
+def _expert_problems(stored: Mapping[str, StoredTensor], *, quantized: bool) -> Iterator[Problem]:
+    """Find layers that lack an expert, or with experts of different shapes.
+
+    transformers stacks experts in the order of their numbers. It does not look for gaps.
+    """
+    for layer, kinds in _experts(stored).items():
+        if quantized:  # some experts of a layer may not be quantized, so their tensors have other names
+            kinds = _by_module(kinds)
+        last = max(number for shapes in kinds.values() for number in shapes)
+        for kind, shapes in kinds.items():
+            if len(shapes) <= last:
+                first = next(number for number in range(last + 1) if number not in shapes)
+                yield Problem(
+                    "the files lack weights of an expert",
+                    "model.name",
+                    found=f"no {layer}.{first}.{kind}",
+                    fix=DOWNLOAD,
+                    why="transformers would give the place of this expert to the next one",
+                    code="model-files",
+                )
+            elif not quantized and any(shape != shapes[0] for shape in shapes.values()):
+                other = next(number for number in shapes if shapes[number] != shapes[0])
+                yield _other_shape(1, f"{layer}.{other}.{kind}", shapes[other], f"{shapes[0]} of expert 0")
+
+
+def _by_module(kinds: dict[str, dict[int, list[int]]]) -> dict[str, dict[int, list[int]]]:
+    """Join the tensors of each linear layer of an expert."""
+    joined: dict[str, dict[int, list[int]]] = {}
+    for kind, shapes in kinds.items():
+        joined.setdefault(kind.rpartition(".")[0], {}).update(shapes)
+    return joined
+
+
+def check_experts(stored: Mapping[str, StoredTensor], names: Names) -> None:
+    """Check that the files have the experts of config.json, stacked or one by one (exit 2).
+
+    transformers may transpose stacked experts. It may also split the experts of a layer into equal parts, as
+    those for text and for images.
+    """
+    stacked = {f"{holder}.{name}": names.shapes[f"{holder}.{name}"] for holder, name in names.stacked_experts}
+    for name, wanted in stacked.items():
+        held = stored[name].shape if name in stored else list(wanted)
+        if held[:1] != [wanted[0]] or sorted(held) != sorted(wanted):
+            raise UserError(_other_shape(1, name, held, f"{list(wanted)} by config.json"))
+    numbers = {shape[0] for shape in stacked.values()}
+    for layer, kinds in _experts(stored).items():
+        count = max(map(len, kinds.values()))
+        twice = [name for name in stacked if name.rpartition(".")[0] == layer and name in stored]
+        if twice and len(twice) == len([name for name in stacked if name.rpartition(".")[0] == layer]):
+            raise UserError(
+                Problem(
+                    "the files hold the experts of a layer twice",
+                    "model.name",
+                    found=f"{', '.join(twice)} and {layer}.0",
+                    fix=DOWNLOAD,
+                    code="model-files",
+                )
+            )
+        if len(numbers) == 1 and count % min(numbers):
+            raise UserError(
+                Problem(
+                    "the files have another number of experts than config.json",
+                    "model.name",
+                    found=f"{layer}: {count} experts",
+                    expected=f"{min(numbers)} experts",
+                    fix=DOWNLOAD,
+                    code="model-files",
+                )
+            )
 
 
 def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -134,14 +217,16 @@ def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Seque
     if not differ:
         return
     name, held, wanted = differ[0]
-    raise UserError(
-        Problem(
-            f"{len(differ)} weights of the model have other shapes than its config.json gives",
-            "model.name",
-            found=f"{name}: {list(held)} in the files, {list(wanted)} by config.json",
-            fix=DOWNLOAD,
-            code="model-files",
-        )
+    raise UserError(_other_shape(len(differ), name, held, f"{list(wanted)} by config.json"))
+
+
+def _other_shape(count: int, name: str, held: Sequence[int], wanted: str) -> Problem:
+    return Problem(
+        f"{count} weights of the model have other shapes than its config.json gives",
+        "model.name",
+        found=f"{name}: {list(held)} in the files, {wanted}",
+        fix=DOWNLOAD,
+        code="model-files",
     )
 
 

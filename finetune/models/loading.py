@@ -54,7 +54,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
     }
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
     if local_path(model.name):
-        checkpoint_headers.check_quantized(Path(model.name), declared)
+        checkpoint_headers.check_tensors(Path(model.name), declared)
     # Accelerate sends the weights of rank 0 to the other ranks. DeepSpeed shards them while it loads, and
     # supports no device map.
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
@@ -68,7 +68,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
                 read, model, output_loading_info=True, use_safetensors=True, **options
             )
         if not local_path(model.name):
-            checkpoint_headers.check_quantized(_snapshot(model), declared)
+            checkpoint_headers.check_tensors(_snapshot(model), declared)
         quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
         if stored:
             quantized_loading.finish(loaded, stored, storage, options["dtype"], checks)

@@ -15,6 +15,8 @@ from finetune.models import checkpoint_headers
 from finetune.quantization import stored_weights
 from finetune.recipe.schema import Model
 
+# Parts of transformers' errors for weights with wrong shapes, and for experts that it can't stack
+WRONG_SHAPES = ("`ignore_mismatched_sizes`", "automatic conversion of the weights")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
@@ -176,6 +178,20 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
                 code="model-files",
                 fix=untrusted_files.DOWNLOAD_AGAIN,
                 why="a file is damaged, or from another version",
+            )
+        ) from error
+    except RuntimeError as error:  # transformers' report in the log names the weights
+        if not any(text in str(error) for text in WRONG_SHAPES):
+            raise
+        raise UserError(
+            Problem(
+                "the weights do not fit the model's config.json",
+                "model.name",
+                where=model.name,
+                found=first_line(error),
+                fix=untrusted_files.DOWNLOAD_AGAIN,
+                why="a file is damaged, or from another model",
+                code="model-files",
             )
         ) from error
     except SafetensorError as error:

@@ -444,7 +444,7 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
         return None
     listed = module_lists.read(folder / "config.json", config)
     declared = stored_weights.declaration(config)
-    stored = checkpoint_headers.check_quantized(folder, declared)
+    stored = checkpoint_headers.check_tensors(folder, declared)
     same_names = not declared and module_lists.has_names_of_files(listed.names)
     if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names):
         raise UserError(checkpoint_headers.missing_weights(missing))
@@ -454,4 +454,5 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
         if tensor.dtype not in PACKED or f"{name}.absmax" in stored
     }
     checkpoint_headers.check_shapes(whole, listed.names.shapes)
+    checkpoint_headers.check_experts(stored, listed.names)
     return listed

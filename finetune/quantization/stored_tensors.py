@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FLOATS = ("F64", "F32", "F16", "BF16")
 PACKED = ("I8", "U8", "F4")  # dtypes whose values may hold two weights, so the shape is another one
 NO_FLOATS = ("BOOL", "C64", *(f"{kind}{bits}" for kind in "IU" for bits in (8, 16, 32, 64)))
+FP8 = ("F8_E4M3", "F8_E5M2")
 BLOCKS = (128, 128)  # transformers' default of `weight_block_size`
 UNDECLARED = (".weight_scale", "_scale_inv", ".SCB", ".absmax")
 
@@ -67,6 +68,9 @@ def problems(
         found = [", ".join(scales[:3])] if scales else []
         if not scales:
             what, found = "weights of the model are no floating-point numbers", list(_integers(tensors))
+        if not found and (narrow := list(_without_scales(tensors))):
+            what, found = "weights of the model are quantized, and have no scales", narrow
+            why = "training would run on other weights than those of the checkpoint"
     else:
         found = list(_faults(stored, declared, tensors))
         what = f"{len(found)} quantized weights of the model do not fit their scales"
@@ -85,6 +89,13 @@ def _integers(tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
             yield f"{name} has the dtype {tensor.dtype}"
 
 
+def _without_scales(tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Find weights of 8 bits and fewer. Every method that quantizes to these dtypes writes scales."""
+    for name, tensor in tensors.items():
+        if tensor.dtype.startswith(("F8", "F6", "F4")):
+            yield f"{name} has the dtype {tensor.dtype}"
+
+
 def _faults(
     stored: Stored, declared: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Iterator[str]:
@@ -100,7 +111,8 @@ def _faults(
         yield "no weight is quantized"
     scales = set(pairs.values())
     for name, tensor in tensors.items():
-        if tensor.dtype in form.values and name not in pairs and name not in scales and _is_weight(name):
+        quantized = tensor.dtype in form.values or tensor.dtype in FP8
+        if quantized and name not in pairs and name not in scales and _is_weight(name):
             yield f"{name} has no scale"
     for name, scale in pairs.items():
         if name not in tensors:

@@ -111,7 +111,7 @@ def damaged(source: Path, folder: Path, damage: Callable[[Tensors], object]) -> 
 
 def headers(folder: Path) -> dict[str, StoredTensor]:
     declared = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
-    return checkpoint_headers.check_quantized(folder, declared)
+    return checkpoint_headers.check_tensors(folder, declared)
 
 
 @pytest.mark.parametrize("storage", SCALES)
@@ -260,6 +260,20 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(
     made = damaged(two_layers, tmp_path / "model", damage)
     assert main.main(["check", str(recipe(tmp_path, made))]) == 2
     assert "no floating-point numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
+@pytest.mark.parametrize("declared", (False, True))
+def test_fp8_weights_without_a_scale_are_refused_in_every_format(
+    dtype: torch.dtype, declared: bool, two_layers: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    def damage(tensors: Tensors) -> None:
+        name = "model.embed_tokens.weight"
+        tensors[name] = tensors[name].float().to(dtype)
+
+    made = damaged(checkpoints["compressed"] if declared else two_layers, tmp_path / "model", damage)
+    with pytest.raises(UserError, match=r"no scales|has no scale"):
+        headers(made)
 
 
 def test_an_adapter_of_integers_is_refused(trained: Any, capsys: Any) -> None:
