@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from finetune.adapters import expert_targets, untrainable_layers
+from finetune.core import untrusted_files
 from finetune.core.errors import Problem
 from finetune.models import checkpoint_headers, module_names
 from finetune.models.module_names import Names
 
 INIT_FROM = "adapter.init_from"
 MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"
+
+
+def _lost_options(config: dict[str, Any]) -> str:
+    """Return an option that PEFT loses when it stacks one module per expert (peft 0.21.2); else nothing."""
+    if config.get("use_rslora"):
+        return "use_rslora: true"
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in config.get(key) or ():
+            last = pattern.rpartition(".")[2]
+            if last in expert_targets.OLD_NAMES or not re.fullmatch(r"\w+", last):
+                return f"{key}: {pattern}"[:200]
+    return ""
 
 
 def check_layout(folder: Path, names: Names, peft: str) -> list[Problem]:
@@ -21,7 +35,8 @@ def check_layout(folder: Path, names: Names, peft: str) -> list[Problem]:
     a LoRA adapter from the first layout to the second for some families. For other families it would ignore
     the tensors of the experts with a warning.
     """
-    tensors = {name.partition(".lora_")[0] for name in checkpoint_headers.tensors(folder)}
+    stored = checkpoint_headers.stored(folder)
+    tensors = {name.partition(".lora_")[0] for name in stored}
     apart = sorted(name for name in tensors if re.search(r"\.experts\.\d+\.", name))
     together = sorted(name for name in tensors if re.search(r"\.experts(\.base_layer)?$", name))
     stacked, listed = names.stacked_experts, any(".experts.0." in name for name in names.linear)
@@ -37,6 +52,21 @@ def check_layout(folder: Path, names: Names, peft: str) -> list[Problem]:
                 code="adapter-files",
             )
         ]
+    if apart and stacked:
+        faults = list(checkpoint_headers.expert_faults(stored, quantized=False))
+        if faults:
+            return [checkpoint_headers.unlike_experts(faults, INIT_FROM, untrusted_files.SAVE_AGAIN)]
+        if lost := _lost_options(untrusted_files.read_object(folder / "adapter_config.json", INIT_FROM)):
+            return [
+                Problem(
+                    "PEFT would load the experts of this adapter with another scale",
+                    INIT_FROM,
+                    found=lost,
+                    why="the adapter has one module per expert, and PEFT stacks them without this option",
+                    fix="merge it with PEFT and transformers 4, and set model.name to the result",
+                    code="adapter-option",
+                )
+            ]
     if together and listed and not stacked:
         return [
             Problem(

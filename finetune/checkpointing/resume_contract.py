@@ -67,7 +67,8 @@ IGNORED = (
     "train.output_dir",
 )
 TOKEN_IDS = ("data: token ids", "validation: token ids")
-NEW = ("data.template_date", *TOKEN_IDS)  # facts that checkpoints of earlier releases lack
+CONFIG = "config.json: "  # before the keys of the base model's config
+NEW = ("data.template_date", CONFIG, *TOKEN_IDS)  # facts that checkpoints of earlier releases lack
 ANEW = "or start a new run with another train.output_dir (adapter.init_from continues an adapter)"
 SHOWN = 80  # largest number of characters of a value in the table
 
@@ -146,7 +147,7 @@ def compare(
         for key in sorted(then.keys() | today.keys())
         # a recipe that states the value chosen by `auto` is the same recipe
         if then.get(key) != today.get(key) and not (key in chosen and chosen[key] == today.get(key))
-        if not (key in NEW and key not in then)
+        if not any(key.startswith(new) and not any(one.startswith(new) for one in then) for new in NEW)
     ]
     wrong = [row for row in differing if not _among(row[0], (*MAY_CHANGE, *ignored)) and not _moved(*row)]
     if wrong:
@@ -160,6 +161,8 @@ def compare(
         )
         if {key for key, *_ in wrong} <= {*TOKEN_IDS}:
             same = f"install the versions that wrote the checkpoint ({_versions(then)})"
+        if all(key.startswith(CONFIG) for key, *_ in wrong):
+            same = _restore_base(then)
         raise UserError(
             Problem(
                 what,
@@ -198,7 +201,7 @@ def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decompose
     """
     if saved["base"] != fingerprint:
         then, why = saved["recipe"].get("model.revision"), ""
-        fix = f"model.revision={then}" if then else "restore the files of the base model"
+        fix = _restore_base(saved["recipe"])
         if decomposed:
             why = "adapter.init_lora_weights changes the base model, and its result depends on the hardware"
             fix = f"use the earlier hardware and OMP_NUM_THREADS{f', or {fix}' if then else ''}"
@@ -215,6 +218,11 @@ def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decompose
             ),
             code=Exit.ARTIFACT,
         )
+
+
+def _restore_base(recipe: dict[str, Any]) -> str:
+    commit = recipe.get("model.revision")
+    return f"model.revision={commit}" if commit else "restore the files of the base model"
 
 
 def as_chosen(

@@ -119,8 +119,21 @@ def check_tensors(folder: Path, declared: dict[str, Any]) -> dict[str, StoredTen
     """
     found = stored(folder)
     raise_if_any(stored_tensors.problems(stored_weights.format_of(declared), declared, found))
-    raise_if_any(_expert_problems(found, quantized=bool(declared)))
+    if faults := list(expert_faults(found, quantized=bool(declared))):
+        raise UserError(unlike_experts(faults, "model.name", DOWNLOAD))
     return found
+
+
+def unlike_experts(faults: list[str], key: str, fix: str) -> Problem:
+    """Return the problem of `expert_faults`."""
+    return Problem(
+        "the files do not hold the same weights of every expert",
+        key,
+        found="; ".join(faults[:3]),
+        fix=fix,
+        why="the place of this expert would get the weights of another one",
+        code="model-files",
+    )
 
 
 def _experts(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, dict[int, list[int]]]]:
@@ -133,10 +146,10 @@ def _experts(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, dict[int
     return held
 
 
-def _expert_problems(stored: Mapping[str, StoredTensor], *, quantized: bool) -> Iterator[Problem]:
-    """Find layers that lack an expert, or with experts of different shapes.
+def expert_faults(stored: Mapping[str, StoredTensor], *, quantized: bool) -> Iterator[str]:
+    """Find experts that lack a weight, or have a weight of another shape than the first expert.
 
-    transformers stacks experts in the order of their numbers. It does not look for gaps.
+    transformers and PEFT stack experts in the order of their numbers. They do not look for gaps.
     """
     for layer, kinds in _experts(stored).items():
         if quantized:  # some experts of a layer may not be quantized, so their tensors have other names
@@ -145,17 +158,10 @@ def _expert_problems(stored: Mapping[str, StoredTensor], *, quantized: bool) -> 
         for kind, shapes in kinds.items():
             if len(shapes) <= last:
                 first = next(number for number in range(last + 1) if number not in shapes)
-                yield Problem(
-                    "the files lack weights of an expert",
-                    "model.name",
-                    found=f"no {layer}.{first}.{kind}",
-                    fix=DOWNLOAD,
-                    why="transformers would give the place of this expert to the next one",
-                    code="model-files",
-                )
+                yield f"no {layer}.{first}.{kind}"
             elif not quantized and any(shape != shapes[0] for shape in shapes.values()):
                 other = next(number for number in shapes if shapes[number] != shapes[0])
-                yield _other_shape(1, f"{layer}.{other}.{kind}", shapes[other], f"{shapes[0]} of expert 0")
+                yield f"{layer}.{other}.{kind}: {shapes[other]}, and {shapes[0]} of expert 0"
 
 
 def _by_module(kinds: dict[str, dict[int, list[int]]]) -> dict[str, dict[int, list[int]]]:
@@ -176,10 +182,13 @@ def check_experts(stored: Mapping[str, StoredTensor], names: Names) -> None:
     for name, wanted in stacked.items():
         held = stored[name].shape if name in stored else list(wanted)
         if held[:1] != [wanted[0]] or sorted(held) != sorted(wanted):
-            raise UserError(_other_shape(1, name, held, f"{list(wanted)} by config.json"))
+            raise UserError(_other_shape(1, name, held, wanted))
     numbers = {shape[0] for shape in stacked.values()}
     for layer, kinds in _experts(stored).items():
         count = max(map(len, kinds.values()))
+        if stacked and (fewer := [kind for kind, shapes in kinds.items() if len(shapes) < count]):
+            faults = [f"{layer}: {fewer[0]} of {len(kinds[fewer[0]])} of {count} experts"]
+            raise UserError(unlike_experts(faults, "model.name", DOWNLOAD))
         twice = [name for name in stacked if name.rpartition(".")[0] == layer and name in stored]
         if twice and len(twice) == len([name for name in stacked if name.rpartition(".")[0] == layer]):
             raise UserError(
@@ -217,14 +226,14 @@ def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Seque
     if not differ:
         return
     name, held, wanted = differ[0]
-    raise UserError(_other_shape(len(differ), name, held, f"{list(wanted)} by config.json"))
+    raise UserError(_other_shape(len(differ), name, held, wanted))
 
 
-def _other_shape(count: int, name: str, held: Sequence[int], wanted: str) -> Problem:
+def _other_shape(count: int, name: str, held: Sequence[int], wanted: Sequence[int]) -> Problem:
     return Problem(
         f"{count} weights of the model have other shapes than its config.json gives",
         "model.name",
-        found=f"{name}: {list(held)} in the files, {wanted}",
+        found=f"{name}: {list(held)} in the files, {list(wanted)} by config.json",
         fix=DOWNLOAD,
         code="model-files",
     )

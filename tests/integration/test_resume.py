@@ -1,5 +1,6 @@
 """A run that is stopped and resumed is the run itself: every adapter, every way to feed it, every step."""
 
+import json
 import os
 import random
 import re
@@ -341,16 +342,37 @@ def test_a_kept_checkpoint_of_format_1_goes_on(train, two_layers, tmp_path) -> N
 
 
 def test_another_base_is_refused_before_anything_is_changed(
-    straight, stopped_after, train, untied, tmp_path, capsys
+    straight, stopped_after, train, two_layers, tmp_path, capsys
 ) -> None:
+    other = Path(shutil.copytree(two_layers, tmp_path / "other"))
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1000] ^= 4
+    (other / "model.safetensors").write_bytes(weights)
     given, folder = stopped_after("lora", 3), tmp_path / "lora-3"
     shutil.copytree(
         straight("lora").path / "checkpoints" / "step-4", folder / "checkpoints" / "step-4"
     )  # later
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    train(*given[:-1], "--resume=step-3", f"model.name={untied}", code=4)
+    train(*given[:-1], "--resume=step-3", f"model.name={other}", code=4)
     assert "the base model differs from that of the checkpoint" in capsys.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_resume_with_another_config_of_the_base_is_refused(
+    stopped_after, train, two_layers, tmp_path, capsys
+) -> None:
+    """The weights are equal, but the model computes something else."""
+    given, other = stopped_after("lora", 3), Path(shutil.copytree(two_layers, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    changes = {"rms_norm_eps": 1e-3, "hidden_act": "gelu", "attention_dropout": 0.5}
+    for key, value in changes.items():
+        (other / "config.json").write_text(json.dumps({**config, key: value}))
+        train(*given, f"model.name={other}", "--dry-run", code=4)
+        assert f"config.json: {key}" in capsys.readouterr().err
+    (other / "config.json").write_text(
+        json.dumps({**config, "transformers_version": "6", "use_cache": False})
+    )
+    train(*given, f"model.name={other}", "--dry-run")
 
 
 def test_a_base_that_was_decomposed_is_not_said_to_be_another_model() -> None:
