@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -43,6 +43,10 @@ class Row(NamedTuple):
     checkpointing: str = "none"
     sequences: int = 4
     length: int = LENGTH
+    fp8_experts: Literal["auto"] | bool = "auto"
+    """`speed.fp8_experts`."""
+    fp8_loss: bool = False
+    """`speed.loss: chunked_fp8`. An fp8 base model has it by itself."""
 
 
 ROWS = {
@@ -62,6 +66,8 @@ ROWS = {
     "bf16-graphs": Row(compile="reduce-overhead"),
     "bf16-2048": Row(sequences=1, length=2048),
     "bf16-2048-graphs": Row(compile="reduce-overhead", sequences=1, length=2048),
+    "nf4-fp8-experts": Row("nf4", fp8_experts=True),
+    "nf4-fp8-experts-loss": Row("nf4", fp8_experts=True, fp8_loss=True),
     "nf4-2048": Row("nf4", sequences=1, length=2048),
     "nf4-2048-graphs": Row("nf4", compile="reduce-overhead", sequences=1, length=2048),
     "fp8-2048": Row("fp8", sequences=1, length=2048),
@@ -160,6 +166,7 @@ def ours(folder: Path, row: Row, layers: int) -> tuple[Any, str]:
     with torch.device("cuda"), stacked_experts.plain_parameters(model):  # created there, which is faster
         model = get_peft_model(model, lora).train()
     fused_experts.install_quantized(model)
+    fused_experts.choose_fp8(model, row.fp8_experts)
     fused = "auto" if row.fused else False
     speed = Speed(
         activation_checkpointing=row.checkpointing, offload="none", fused=fused, compile=row.compile
@@ -168,7 +175,7 @@ def ours(folder: Path, row: Row, layers: int) -> tuple[Any, str]:
         choices = apply_to_model.apply(
             model, speed, Work(row.sequences * row.length, 1e20), detect(), RunChecks()
         )
-    fp8 = row.storage == "fp8"  # as `speed.loss: auto` chooses
+    fp8 = row.fp8_loss or row.storage == "fp8"  # as `speed.loss: auto` chooses
     lm_head_loss.install(model, compiled=bool(row.compile), fp8=fp8)
     return model, choices.fused.value
 
@@ -304,6 +311,8 @@ NAMES = {
     "fp8": "finetune, fp8 base model",
     "fp8-dequantized": "finetune, fp8 base model, experts dequantized for each GEMM (older code)",
     "nf4": "finetune, NF4 base model",
+    "nf4-fp8-experts": "finetune, NF4 base model, `speed.fp8_experts: true`",
+    "nf4-fp8-experts-loss": "the same with `speed.loss: chunked_fp8`",
     "int8": "finetune, int8",
     "bf16-graphs": "finetune, bf16, CUDA graphs",
     "bf16-2048": "finetune, bf16, 1 x 2,048 tokens",

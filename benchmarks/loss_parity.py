@@ -3,12 +3,12 @@
     python benchmarks/loss_parity.py --assets FOLDER [--data questions,books]    # needs a GPU with fp8 GEMMs
     python benchmarks/loss_parity.py --assets FOLDER --bases fp8,fp8-int8        # MLPs stored in int8
     python benchmarks/loss_parity.py --assets FOLDER --bases bf16,fp8-head       # and the output head in fp8
-    python benchmarks/loss_parity.py --assets FOLDER --data experts --bases bf16,fp8,nf4 --steps 100
+    python benchmarks/loss_parity.py --assets FOLDER --data experts --bases bf16,fp8,nf4-experts --steps 100
 
 FOLDER holds books-16m, a LLaMA of 15.7 M parameters that was pre-trained on books, and two sets of data. The
 model has never seen gsm8k (`questions`: school mathematics). It knows text like text-books (`books`).
 `experts` trains on the questions, too. Its base model is a mixture of experts of 17 M parameters (Qwen3-MoE),
-which the script first trains on text-books.
+which the script first trains on text-books. `nf4-experts` has `speed.fp8_experts: true`.
 
 Each run is `finetune train` with the same seed: LoRA r=16 on all linear layers and on experts, and 16
 examples of at most 512 tokens for each step. Every twentieth example is held out, at most 200. Their loss
@@ -38,7 +38,7 @@ RECIPE = """
 model: {{name: {model}, quantization: {quantization}}}
 data: {{name: {train}, validation: {held_out}, max_length: 512, train_on: {train_on}, too_long: drop}}
 adapter: {{type: lora, r: 16, lora_alpha: 32, target_modules: {targets}}}
-speed: {{activation_checkpointing: {checkpointing}, loss: {loss}}}
+speed: {{activation_checkpointing: {checkpointing}, loss: {loss}, fp8_experts: {fp8_experts}}}
 train: {{max_steps: {steps}, effective_batch_size: 16, per_device_train_batch_size: 16, learning_rate: 1.0e-3,
   warmup_steps: 10, lr_scheduler_type: cosine, logging_steps: 1, seed: 42, output_dir: {folder}}}
 eval: {{forgetting: false, generate: false, samples: 0, eval_steps: {every}, load_best_model_at_end: false}}
@@ -145,11 +145,12 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes
     shutil.rmtree(run, ignore_errors=True)
     settings = {"steps": options.steps, "every": options.every}
     stored, _, kind = base.partition("-")
-    head = kind == "head"
+    head, experts = kind == "head", kind == "experts"
     settings |= {"quantization": {"bf16": "none"}.get(stored, stored)}
     settings |= {
         "loss": "chunked_fp8" if head else "auto",
-        "checkpointing": "auto" if head else kind or "auto",
+        "fp8_experts": "true" if experts else "auto",
+        "checkpointing": "auto" if head or experts else kind or "auto",
     }
     recipe.write_text(RECIPE.format(folder=run, **settings, **files))
     if code := cli_main.main(["train", str(recipe), *changes, "--quiet"]):

@@ -188,6 +188,8 @@ def planned_experts(name: str, measured: dict[str, Any], place: Path) -> Plan:
     given += [f"data.name={place}/rows.jsonl", "data.too_long=split", f"speed.fused={str(row.fused).lower()}"]
     given += [f"speed.compile={str(row.compile).lower()}", "speed.offload=none", "train.warmup_steps=0"]
     given += [f"speed.activation_checkpointing={row.checkpointing}"]
+    given += [f"speed.fp8_experts={str(row.fp8_experts).lower()}"]
+    given += ["speed.loss=chunked_fp8"] if row.fp8_loss else []
     return make(loader.load(QUICKSTART, given), measured["gpu"], measured.get("cap_gib"))
 
 

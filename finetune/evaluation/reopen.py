@@ -113,6 +113,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
     continue_from.check_whole(tuned, list(saved), str(folder.adapter))
     fused_experts.install_quantized(tuned)
+    fused_experts.choose_fp8(tuned, recipe.speed.fp8_experts)
     return qat.follow(tuned).eval()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from finetune.hardware import detection
 from finetune.kernels import ops
-from finetune.kernels.expert_ops import multiply_tiles
+from finetune.kernels.expert_ops import dequantize_experts, multiply_tiles
 from finetune.kernels.kernel_limits import FP8_EXPERTS_CAPABILITY
 from finetune.kernels.registration import operator, shapes_of
 
@@ -29,6 +29,39 @@ if torch.cuda.is_available():
 def has_kernel(device: torch.device) -> bool:
     """Return whether the GPU has the kernels of this module."""
     return device.type == "cuda" and detection.capability(device) == FP8_EXPERTS_CAPABILITY
+
+
+@operator(
+    "four_bit_to_fp8(Tensor packed, Tensor absmax, Tensor table, Tensor? after=None) -> (Tensor, Tensor)"
+)
+def four_bit_to_fp8(
+    packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, after: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round the stacked 4-bit weights of experts [E, out, in] to fp8, for GEMMs.
+
+    Args:
+        packed: [E, out, in / 2] uint8, with `absmax` and `table` as `expert_ops.dequantize_experts` has them.
+            Each block of weights lies in one row.
+        after: As in `expert_ops.dequantize_experts`.
+
+    Returns:
+        codes: [E, out, in] e4m3.
+        scale: One for each output [E, out, 1] in float32.
+    """
+    if packed.is_cuda:
+        return triton_fp8_experts.four_bit_to_fp8(packed, absmax, table)
+    weight = dequantize_experts([packed, absmax, table], None, True, torch.float32)
+    codes, scale = ops.quantize_rows(weight.flatten(0, 1))
+    return codes.view(weight.shape), scale.view(*weight.shape[:2], 1)
+
+
+@shapes_of("four_bit_to_fp8")
+def _(
+    packed: torch.Tensor, absmax: object, table: object, after: object = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    experts, outputs, inputs = packed.shape
+    codes = packed.new_empty(experts, outputs, 2 * inputs, dtype=ops.E4M3)
+    return codes, packed.new_empty(experts, outputs, 1, dtype=torch.float32)
 
 
 @operator(
@@ -70,7 +103,7 @@ def _(
 
 @operator(
     "fp8_grouped_mm_and_thin(Tensor codes, Tensor scale, Tensor weight, Tensor? weight_scale, Tensor x, "
-    "Tensor? inner, Tensor order, Tensor ends, Tensor tiles, int each) -> Tensor"
+    "Tensor? inner, Tensor order, Tensor ends, Tensor tiles, int each, bool of_tokens) -> Tensor"
 )
 def fp8_grouped_mm_and_thin(
     codes: torch.Tensor,
@@ -83,11 +116,13 @@ def fp8_grouped_mm_and_thin(
     ends: torch.Tensor,
     tiles: torch.Tensor,
     each: int,
+    of_tokens: bool,
 ) -> torch.Tensor:
     """Multiply the rows of each expert by its weight, and put the rows of x times `inner`^T behind it.
 
     Args:
-        codes: The quantized rows [N, in], with their `scale` [N, 1].
+        codes: The quantized rows [N, in], with their `scale` [N, 1]. With `of_tokens`: the quantized tokens
+            [T, in], with their `scale` [T, 1].
         weight: [E, out, in] e4m3, with the scale of each output [E, out, 1], or `None` for 1.
         x: The tokens [T, in] that the rows belong to.
         inner: Matrices of an adapter [E, R, in] in x's dtype, or `None`.
@@ -97,17 +132,21 @@ def fp8_grouped_mm_and_thin(
     """
     rank = 0 if inner is None else inner.shape[1]
     if x.is_cuda:
+        sorting = (order, each, ends) if of_tokens else (None, 0, ends)
         out = triton_fp8_experts.fp8_grouped_mm(
-            codes, scale, weight, weight_scale, ends, None, None, rank, x.dtype
+            codes, scale, weight, weight_scale, sorting, None, None, rank, x.dtype
         )
         if inner is not None:
             behind = out[:, weight.shape[1] :]
             triton_fp8_experts.thin_rows_(behind, x, inner, order, tiles, each)
         return out
+    token = order.long() // each
+    if of_tokens:
+        codes, scale = codes[token], scale[token]
     out = _product(codes, scale, weight, weight_scale, tiles).to(x.dtype)
     if inner is None:
         return out
-    thin = multiply_tiles(x[order.long() // each], inner.transpose(1, 2), tiles)
+    thin = multiply_tiles(x[token], inner.transpose(1, 2), tiles)
     return torch.cat([out, thin.to(x.dtype)], dim=1)
 
 
@@ -119,12 +158,13 @@ def _(
     weight_scale: object,
     x: torch.Tensor,
     inner: torch.Tensor | None,
-    order: object,
+    order: torch.Tensor,
     ends: object,
     tiles: object,
     each: int,
+    of_tokens: bool,
 ) -> torch.Tensor:
-    return x.new_empty(codes.shape[0], weight.shape[1] + (0 if inner is None else inner.shape[1]))
+    return x.new_empty(order.shape[0], weight.shape[1] + (0 if inner is None else inner.shape[1]))
 
 
 @operator(
@@ -152,7 +192,7 @@ def fp8_grouped_mm_plus_thin(
     """
     if codes.is_cuda:
         return triton_fp8_experts.fp8_grouped_mm(
-            codes, scale, weight, weight_scale, ends, thin, outer, 0, dtype
+            codes, scale, weight, weight_scale, (None, 0, ends), thin, outer, 0, dtype
         )
     out = _product(codes, scale, weight, weight_scale, tiles)
     if thin is not None and outer is not None:

@@ -231,10 +231,12 @@ def _product_of_experts(
 
 @triton.jit
 def _dequantize(
-    stored, scales, table, out, WORDS, OUT: tl.constexpr, IN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    EXPERT, ROW, FOUR_BIT: tl.constexpr, NESTED: tl.constexpr, B: tl.constexpr,
+    stored, scales, table, steps, out, WORDS, OUT: tl.constexpr, IN_WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, EXPERT, ROW, FOUR_BIT: tl.constexpr, NESTED: tl.constexpr,
+    STEPPED: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """A word holds 8 weights of one row. EXPERT and ROW are the strides of `out`."""
+    """A word holds 8 weights of one row, which are divided by the row's step. EXPERT and ROW are the strides
+    of `out`."""
     words = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     here = words < WORDS
     row = words // IN_WORDS
@@ -246,6 +248,8 @@ def _dequantize(
         if NESTED:
             outer = tl.load(table + 273 + block // 256, here, 0.0)
             scale = tl.load(table + 16 + scale.to(tl.int32)) * outer + tl.load(table + 272)
+        if STEPPED:
+            scale /= tl.load(steps + row, here, 1.0)
         values = tl.load(table + ((codes[:, None] >> ((place ^ 1) * 4)[None, :]) & 15))
     else:
         scale = tl.load(scales + row, here, 0.0)
@@ -257,7 +261,8 @@ def _dequantize(
 
 
 @on_its_gpu
-def dequantize(stored, thin, below, dtype):
+def dequantize(stored, thin, below, dtype, steps=None):
+    """Do what `expert_ops.dequantize_experts` does. `steps` [E, out, 1] divides the rows of 4-bit weights."""
     values, scales = stored[:2]
     four_bit = len(stored) == 3
     experts, outputs, inputs = values.shape
@@ -270,8 +275,8 @@ def dequantize(stored, thin, below, dtype):
     flat = values.view(-1).view(torch.int32) if four_bit else values
     table = stored[2] if four_bit else scales
     _dequantize[(triton.cdiv(words, 512),)](
-        flat, scales, table, out, words, outputs, inputs // 8, words // scales.numel(), out.stride(0),
-        out.stride(1), four_bit, scales.dtype == torch.uint8, 512, num_warps=4,
+        flat, scales, table, steps, out, words, outputs, inputs // 8, words // scales.numel(), out.stride(0),
+        out.stride(1), four_bit, scales.dtype == torch.uint8, steps is not None, 512, num_warps=4,
         enable_fp_fusion=False,  # bitsandbytes rounds a scale before it adds the offset
     )  # fmt: skip
     if thin is not None:

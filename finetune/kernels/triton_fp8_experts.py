@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from finetune.kernels.triton_experts import TILE, _tile
+from finetune.kernels.triton_experts import TILE, _tile, dequantize
 from finetune.kernels.triton_linear import on_its_gpu
 from finetune.kernels.triton_mlp import _dot
 
@@ -41,11 +41,12 @@ def _rows_of(ends, E, number, EXPERTS: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _fp8_grouped_mm(
-    codes, scale, weight, weight_scale, ends, thin, outer, out, E, N, K, stride_thin, expert_outer, row_outer,
-    column_outer, stride_out, EXPERTS: tl.constexpr, SCALED: tl.constexpr, R: tl.constexpr,
-    ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr,
+    codes, scale, weight, weight_scale, order, ends, thin, outer, out, E, N, K, stride_thin, expert_outer,
+    row_outer, column_outer, stride_out, EACH: tl.constexpr, EXPERTS: tl.constexpr, SCALED: tl.constexpr,
+    R: tl.constexpr, ADDED: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """EACH is 0 for rows that are sorted by expert. Otherwise they are tokens."""
     tiles = tl.cdiv(N, BN)
     expert, first, end = _rows_of(ends, E, tl.program_id(0) // tiles, EXPERTS, BM)
     if first < end:
@@ -54,7 +55,8 @@ def _fp8_grouped_mm(
         cols = (tl.program_id(0) % tiles) * BN + tl.arange(0, BN)
         here = cols < N
         inner = tl.arange(0, BK)
-        left = codes + rows.to(tl.int64)[:, None] * K + inner[None, :]
+        source = tl.load(order + rows, inside, 0) // EACH if EACH else rows
+        left = codes + source.to(tl.int64)[:, None] * K + inner[None, :]
         right = weight + (expert * N + cols[None, :]) * K + inner[:, None]
         total = tl.zeros([BM, BN], tl.float32)
         for start in tl.range(0, K, BK, num_stages=STAGES):
@@ -67,7 +69,7 @@ def _fp8_grouped_mm(
             total = tl.dot(x, w, total)
             left += BK
             right += BK
-        total *= tl.load(scale + rows, inside, 0.0)[:, None]
+        total *= tl.load(scale + source, inside, 0.0)[:, None]
         if SCALED:
             total *= tl.load(weight_scale + expert * N + cols, here, 0.0)[None, :]
         if ADDED:
@@ -125,6 +127,39 @@ def _quantize_rows_of_experts(
     tl.store(scale + rows, step, inside)
 
 
+@triton.jit
+def _steps_of_rows(
+    absmax, table, steps, rows_in_all, BLOCKS: tl.constexpr, NESTED: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """The largest weight of each row is the largest scale of its blocks, because the largest code is 1."""
+    rows, blocks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BN)
+    inside = rows < rows_in_all
+    here = inside[:, None] & (blocks < BLOCKS)[None, :]
+    block = rows[:, None] * BLOCKS + blocks[None, :]
+    scale = tl.load(absmax + block, here, 0)
+    if NESTED:
+        outer = tl.load(table + 273 + block // 256, here, 0.0)
+        scale = tl.load(table + 16 + scale.to(tl.int32)) * outer + tl.load(table + 272)
+    largest = tl.max(tl.where(here, tl.abs(scale), 0.0), 1)
+    tl.store(steps + rows, tl.maximum(largest / 448.0, 1.1754943508222875e-38), inside)
+
+
+@on_its_gpu
+def four_bit_to_fp8(packed, absmax, table):
+    experts, outputs, _ = packed.shape
+    rows = experts * outputs
+    blocks = absmax.numel() // rows
+    scale = torch.empty(experts, outputs, 1, device=packed.device)
+    block = triton.next_power_of_2(blocks)
+    together = max(1, ROUNDED // 2 // block)  # rows of a program
+    _steps_of_rows[(triton.cdiv(rows, together),)](
+        absmax, table, scale, rows, blocks, absmax.dtype == torch.uint8, together, block, num_warps=4,
+        enable_fp_fusion=False,  # bitsandbytes rounds a scale before it adds the offset
+    )  # fmt: skip
+    return dequantize([packed, absmax, table], None, True, torch.float8_e4m3fn, scale), scale
+
+
 @on_its_gpu
 def quantize_rows_of_experts(x, column, order, tiles, each):
     rows, size = len(x) if order is None else len(order), x.shape[1]
@@ -140,15 +175,20 @@ def quantize_rows_of_experts(x, column, order, tiles, each):
 
 
 @on_its_gpu
-def fp8_grouped_mm(codes, scale, weight, weight_scale, ends, thin, outer, behind, dtype):
-    """Return [N, out + behind]. The last `behind` columns are not written."""
-    (rows, inputs), (experts, outputs, _) = codes.shape, weight.shape
+def fp8_grouped_mm(codes, scale, weight, weight_scale, sorting, thin, outer, behind, dtype):
+    """Return [N, out + behind]. The last `behind` columns are not written.
+
+    Args:
+        sorting: `order` with K for the codes of tokens, or `None` and 0 for sorted rows; and `ends`.
+    """
+    (order, each, ends), inputs, (experts, outputs, _) = sorting, codes.shape[1], weight.shape
+    rows = len(order) if each else len(codes)
     out = torch.empty(rows, outputs + behind, device=codes.device, dtype=dtype)
     tile, strides = PRODUCT, (0, 0, 0) if outer is None else outer.stride()
     grid = ((triton.cdiv(rows, tile["BM"]) + experts) * triton.cdiv(outputs, tile["BN"]),)
     _fp8_grouped_mm[grid](
-        codes, scale, weight, weight_scale, ends, thin, outer, out, experts, outputs, inputs,
-        0 if thin is None else thin.stride(0), *strides, out.stride(0),
+        codes, scale, weight, weight_scale, order, ends, thin, outer, out, experts, outputs, inputs,
+        0 if thin is None else thin.stride(0), *strides, out.stride(0), each,
         triton.next_power_of_2(experts), weight_scale is not None, 16 if outer is None else outer.shape[2],
         outer is not None, inputs % tile["BK"] == 0, tile["BM"], tile["BN"], tile["BK"], tile["STAGES"],
         num_warps=tile["WARPS"],

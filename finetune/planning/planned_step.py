@@ -130,6 +130,7 @@ def _step(
         halves=halves,
         processes=run.target.processes,
         flat=data.flat,
+        fp8_experts=run.recipe.speed.fp8_experts,
         by=by,
         base=every * memory_estimate.GIB,
         leaving=gone.get("activations", 0.0) * memory_estimate.GIB * row / data.max_length,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.autoconfig import launch_settings, loss_support, machine_setup, optimizer_choice
+from finetune.autoconfig import fp8_support, launch_settings, loss_support, machine_setup, optimizer_choice
 from finetune.core.errors import raise_if_any
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -24,6 +24,7 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     """
     precision = by.precision or launch_settings.read(machine).precision
     loss_support.check_machine(recipe.speed.loss, machine, precision)
+    fp8_support.check_experts(recipe.speed.fp8_experts, machine, precision)
     model_checks.check_model(recipe)
     found = architecture.read(recipe.model)
     with launch_environment.under(dict(by.variables)):

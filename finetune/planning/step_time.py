@@ -103,7 +103,7 @@ class Rates(NamedTuple):
     """Bytes/s to CPU memory, and the same rate back."""
     source: str
     fp8_experts: bool = False
-    """Whether the GPU multiplies fp8 experts as they are."""
+    """Whether the GPU runs the GEMMs of experts in fp8."""
 
 
 class Pass(NamedTuple):
@@ -123,6 +123,8 @@ class Pass(NamedTuple):
     processes: int
     flat: bool
     """Sequences hold several documents (packing, padding_free)."""
+    fp8_experts: str | bool = "auto"
+    """`speed.fp8_experts`."""
     by: sharding_cost.Sharding = sharding_cost.DDP
     """How the launch divides the training between its processes."""
     base: float = 0.0
@@ -307,8 +309,10 @@ def _gemm_seconds(work: Workload, rates: Rates) -> tuple[float, float]:
 
 
 def _fp8_experts(work: Workload, rates: Rates) -> bool:
-    """Return whether the experts' GEMMs multiply fp8 values."""
-    return work.step.storage == "fp8" and work.keeps.dequantized and rates.fp8_experts
+    """Return whether the experts' GEMMs run in fp8."""
+    asked, storage = work.step.fp8_experts, work.step.storage
+    stored = storage == "fp8" or (asked is True and storage in kernel_limits.FP8_EXPERTS_STORAGES)
+    return stored and asked is not False and work.keeps.dequantized and rates.fp8_experts
 
 
 def _stacked_weights(one: Widths) -> float:
@@ -328,8 +332,8 @@ def _memory_seconds(work: Workload, moved: tuple[float, float], rates: Rates) ->
     copies += step.tokens * one.vocabulary * (6 if kept.compiled else 24)
     weights, stacks = weight_passes(_linear_size(linear), step, again), _stacked_weights(one)
     if _fp8_experts(work, rates):  # the rows of all experts are rounded, and the weights transposed
-        rounded = 6 * one.routed * one.hidden + 9 * one.intermediate
-        weights += step.tokens * one.layers * rounded + weight_passes(int(stacks), step, again)
+        weights += step.tokens * one.layers * (3 * one.routed * one.hidden + 9 * one.intermediate)
+        weights += stacks * (2 + (0 if step.storage == "fp8" else 1.6 * (2 + again)))
     elif kept.dequantized:
         weights += weight_passes(int(stacks), step, again, dequantized=True)
     if kept.experts == "peft":  # B A, its sum with the weights, and their gradients (row `peft`)

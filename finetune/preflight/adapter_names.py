@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from finetune.adapters import continue_from, expert_targets, name_problems
+from finetune.autoconfig import fp8_support
 from finetune.core.errors import Problem
 from finetune.core.model_config import ModelConfig
 from finetune.distributed import launch_environment
@@ -38,7 +39,17 @@ def check_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Probl
         + check_trainable_token_rows(recipe, names)
         + check_sharded_experts(recipe, names)
         + (stored or check_quantized_experts(recipe, names, config))
+        + check_fp8_experts(recipe, names, config)
     )
+
+
+def check_fp8_experts(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
+    """Return the problem of a model whose experts can't run in fp8, if the recipe requests it."""
+    if recipe.speed.fp8_experts is not True:
+        return []
+    storage = adapter_types.base_storage(recipe.adapter.type, recipe.model.quantization)
+    reason = kernel_limits.fp8_experts_unsupported_reason(storage, config, names.shapes)
+    return [fp8_support.experts_refusal(reason)] if reason else []
 
 
 def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str) -> list[Problem]:

@@ -6,6 +6,7 @@ from finetune.autoconfig import (
     compilation,
     data_loader,
     delta_net_kernels,
+    fp8_support,
     loss_support,
     machine_setup,
     mixed_precision,
@@ -46,6 +47,7 @@ def setup_of(recipe: Recipe) -> Setup:
     mixed_precision.check_tf32(train_keys.get("tf32"), setup.hardware)
     raise_if_any(loss_support.check_recipe(recipe, config))
     loss_support.check_machine(recipe.speed.loss, setup.hardware, setup.launch.precision)
+    fp8_support.check_experts(recipe.speed.fp8_experts, setup.hardware, setup.launch.precision)
     return setup
 
 

@@ -303,6 +303,10 @@ class Speed(Section):
     the hidden states with an fp8 GEMM. It needs a frozen bf16 output head and a GPU with fp8 GEMMs. `auto`:
     `chunked` if the loss equals the model's own loss, and `chunked_fp8` on an fp8 base model of a hidden size
     of at least 2,048."""
+    fp8_experts: Literal["auto"] | bool = "auto"
+    """Run the GEMMs of a mixture's quantized experts in fp8, on Hopper GPUs. Inputs and their gradients are
+    rounded to fp8, and 4-bit weights too, for each GEMM. `auto`: with an fp8 base model. `true`: also with
+    NF4 or FP4, which takes less time. `false`: the weights are dequantized to bf16 for each GEMM."""
     qat: Qat | None = None
     """Quantization-aware training, for `finetune merge --quantize`; `null`: none."""
 

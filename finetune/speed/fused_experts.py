@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -42,6 +42,7 @@ from finetune.speed.forward_comparison import allowed_difference, changed_parame
 from finetune.speed.frozen_experts import FrozenExperts
 from finetune.speed.live_model_spec import decoder_layers
 
+Fp8Experts = Literal["auto"] | bool  # `speed.fp8_experts`
 # The name of the implementation in transformers' interface.
 NAME = "finetune"
 FIRST, LAST = STACKED
@@ -62,6 +63,7 @@ class Experts:
             s B2 [E, H, R], or `None`.
         outer: s B1 [E, 2 F, R], or `None`.
         inner: A2 [E, R, F], or `None`.
+        fp8_experts: `speed.fp8_experts`.
         fp8: Whether the GEMMs of quantized weights run in fp8.
     """
 
@@ -73,6 +75,7 @@ class Experts:
             adapted: Adapted layers whose state to follow if the experts have no adapter.
         """
         self.module, self.wrappers = module, wrappers
+        self.fp8_experts: Fp8Experts = "auto"
         self.by_name = {one.parameter_name: one for one in wrappers}
         self.adapted = wrappers or adapted
         self.adapters = [one.active_adapters for one in self.adapted]
@@ -116,7 +119,7 @@ class Experts:
         self.shape, self.dtype = held[1].shape, held[1].dtype
         experts, both, width = self.shape
         self.size = both // 2
-        self.fp8 = all(expert_gemms.runs_in_fp8(stored[0], self.dtype) for stored in self.stored)
+        self.fp8 = self._runs_in_fp8()
         self.first = self.last = self.outer = self.inner = None
         empty = partial(torch.zeros, device=held[0].device, dtype=self.dtype)
         if ranks[0]:
@@ -124,6 +127,15 @@ class Experts:
         if ranks[1]:
             self.inner, self.last = empty(experts, ranks[1], self.size), empty(experts, width, ranks[1])
         self._keep()
+
+    def _runs_in_fp8(self) -> bool:
+        fp8 = self.fp8_experts is True or (self.fp8_experts == "auto" and self.stored[0][2] is None)
+        return fp8 and not self.fp8_unsupported_reason()
+
+    def fp8_unsupported_reason(self) -> str:
+        """Return why the GEMMs of the weights can't run in fp8; the empty string if they can."""
+        reasons = [expert_gemms.fp8_unsupported_reason(stored, self.dtype) for stored in self.stored]
+        return next(filter(None, reasons), "")
 
     def _keep(self) -> None:
         """Keep the tensors where they are, and copy the adapter's parameters into them."""
@@ -462,6 +474,26 @@ def install_quantized(model: PreTrainedModel | PeftModel) -> None:
             wrapper.merge = MethodType(_refuse_merge, wrapper)
     decoder = module_names.decoder_of(lm_head_loss.base_model_of(model))
     decoder.register_forward_pre_hook(lambda *_: fused.refresh())
+
+
+def choose_fp8(model: nn.Module, fp8_experts: Fp8Experts) -> str:
+    """Choose the precision of the GEMMs of quantized experts, after `install_quantized`.
+
+    Args:
+        fp8_experts: `speed.fp8_experts`.
+
+    Returns:
+        Why some of them can't run in fp8; the empty string if all can.
+    """
+    found = [vars(module).get("finetune_experts") for module in model.modules()]
+    for one in filter(None, found):
+        if isinstance(one, FrozenExperts):
+            return "the experts have their own gate"
+        one.fp8_experts = fp8_experts
+        one.hold()
+        if reason := one.fp8_unsupported_reason():
+            return reason
+    return "" if any(found) else "the experts are not quantized"
 
 
 def _refuse_merge(self: Any, *args: object, **kwargs: object) -> Any:

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from finetune.adapters import attach, initialization
-from finetune.core.errors import raise_if_any, stage
+from finetune.autoconfig import fp8_support
+from finetune.core.errors import Exit, UserError, raise_if_any, stage
 from finetune.models import loading, model_files, module_names, router_loss, tokenizer_setup
 from finetune.preflight import adapter_names, gradient_probe
 from finetune.quantization import qat
@@ -28,6 +29,9 @@ def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:
     with stage("attached the adapter", "adapter.type"):
         adapted = attach.attach(base, recipe.adapter, steps, checks, batches, added)
         fused_experts.install_quantized(adapted)
+        reason = fused_experts.choose_fp8(adapted, recipe.speed.fp8_experts)
+    if reason and recipe.speed.fp8_experts is True:
+        raise UserError(fp8_support.experts_refusal(reason), code=Exit.ENVIRONMENT)
     with setup.autocast():  # full fine-tuning has fp32 weights, which flash attention does not support
         gradient_probe.check(adapted, recipe.adapter, setup, checks)
     return adapted

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from finetune.core.run_checks import RunChecks
-from finetune.kernels import attention_functions
+from finetune.kernels import attention_functions, fp8_expert_ops
 from finetune.kernels import expert_ops as ops
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 from finetune.quantization import mxfp4_experts, stacked_experts
@@ -165,6 +165,20 @@ def test_dequantized_experts_are_those_of_the_cpu(storage: str, shape: tuple[int
         assert torch.equal(made.cpu(), wanted)
 
 
+@pytest.mark.parametrize("storage", ["nf4", "fp4"])
+@pytest.mark.parametrize("shape", [(3, 48, 64), (5, 1536, 2048), (2, 80, 768), (2, 16, 7168)], ids=str)
+def test_four_bit_experts_in_fp8_are_those_of_the_cpu(storage: str, shape: tuple[int, int, int]) -> None:
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    weight[0, 3] /= 100
+    values = stacked_experts.quantize(weight, storage)
+    stored = values.dequantize_by.stored(values.detach())
+    codes, scale = fp8_expert_ops.four_bit_to_fp8(*stored)
+    right, right_scale = fp8_expert_ops.four_bit_to_fp8(*(one.cpu() for one in stored))
+    assert torch.allclose(scale.cpu(), right_scale, rtol=1e-6, atol=0)
+    differing = (codes.cpu().float() != right.float()).float().mean()  # at the border between two codes
+    assert error(codes.float() * scale, right.float() * right_scale) < 1e-3 and differing < 1e-3
+
+
 def test_dequantized_mxfp4_experts_are_those_of_the_cpu() -> None:
     blocks = torch.randint(256, (3, 40, 5, 16), dtype=torch.uint8)
     scales = torch.randint(100, 140, (3, 40, 5), dtype=torch.uint8)
@@ -188,15 +202,20 @@ def test_a_step_of_quantized_experts_with_their_own_gate(storage: str, compiled:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("storage", STORAGES)
-def test_a_quantized_model_s_step_is_pefts(storage: str, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("storage", "fp8_experts"), [*((storage, "auto") for storage in STORAGES), ("nf4", True), ("fp8", False)]
+)
+def test_a_quantized_model_s_step_is_pefts(storage: str, fp8_experts: Any, compiled: bool) -> None:
     """PEFT runs on the dequantized weights."""
     model, own = mixture(BOTH, storage=storage), mixture(BOTH, storage=storage)
     stacked_experts.dequantize(own)
     fused_experts.install_quantized(model)
-    Fused(model, decoder_layers(model))
-    # GEMMs on fp8 values round the rows to fp8, too
-    assert_same_step(model, own, compiled, allowed=0.08 if storage == "fp8" else 0.03)
+    why = fused_experts.choose_fp8(model, fp8_experts)
+    assert ("stored in neither" in why) == (storage == "int8")
+    in_fp8 = fp8_experts is True or (fp8_experts == "auto" and storage == "fp8")
+    assert ("with fp8 GEMMs" in Fused(model, decoder_layers(model)).summary()) == in_fp8
+    # fp8 GEMMs round the rows to fp8, too
+    assert_same_step(model, own, compiled, allowed=0.08 if in_fp8 else 0.03)
 
 
 def assert_same_step(model: Any, own: Any, compiled: bool, allowed: float = 0.03) -> None:
@@ -215,7 +234,7 @@ def mixture(parameters: Any, seed: int = 0, storage: str = "", family: str = "qw
     torch.manual_seed(seed)
     experts = {"num_local_experts": 8, "intermediate_size": 96, "pad_token_id": 0}  # of gpt-oss
     if family == "qwen3_moe":
-        experts = {"num_experts": 8, "moe_intermediate_size": 96}
+        experts = {"num_experts": 8, "moe_intermediate_size": 128}
     config = AutoConfig.for_model(
         family, hidden_size=256, num_experts_per_tok=2, head_dim=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=1000, **experts,
