@@ -57,8 +57,8 @@ _PEM = (
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----(?:(?:\\[nr]|\s)*[A-Za-z0-9+/=]{16,})*"
     r"(?:(?:\\[nr]|\s)*-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)?"
 )
-_IN_PLACE = (  # a text before the secret, and the secret
-    r"(?P<user>://[^\s/:@\"'<>\\]*:)[^\s/@\"'<>\\]+(?=@)",
+_IN_PLACE = (  # a text before the secret, and the secret. `Path` turns https:// into https:/
+    r"(?P<user>:/{1,2}[^\s/:@\"'<>\\]*:)[^\s/@\"'<>\\]+(?=@)",
     r"(?P<header>(?i:authorization)\\?[\"']?\s*[:=]\s*\\?[\"']?(?:[A-Za-z]{3,12}\s+)?)[A-Za-z0-9._~+/=-]{8,}",
     r"(?P<bearer>\b(?i:bearer)\s+)(?=[^\s\"']*\d)[A-Za-z0-9._~+/=-]{16,}",
     r"(?P<query>[?&](?i:[a-z-]*(?:token|signature|secret|password|credential)|sig|api_?key|key)=)[^&\s\"'<>*\\]{6,}",

@@ -69,7 +69,12 @@ class Pushed(NamedTuple):
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """Split `organization/name@revision` into the repository and the revision, `None` if there is none."""
+    """Split `organization/name@revision` into the repository and the revision, `None` if there is none.
+
+    A web address stays whole, because messages mask the password before its `@`.
+    """
+    if ":/" in name:
+        return name, None
     repo, _, revision = name.partition("@")
     return repo, revision or None
 

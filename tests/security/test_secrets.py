@@ -208,6 +208,7 @@ SHAPES = {  # keys of services as they look, each made up
 IN_PLACE = {  # text -> what must not stay of it
     "https://user:canary-pw@example.org/x": "canary-pw",
     "postgresql://user:canary-pw@db/finetune": "canary-pw",
+    str(Path("https://user:canary-pw@example.org/x")): "canary-pw",
     "Authorization: Basic Y2FuYXJ5OmNhbmFyeQ==": "Y2FuYXJ5OmNhbmFyeQ==",
     '{"authorization": "Bearer canary0123456789canary"}': "canary0123456789canary",
     r"{\"Authorization\": \"token canary0123456789\"}": "canary0123456789",
@@ -250,6 +251,13 @@ def test_secret_in_its_place_is_masked_and_the_rest_stays(text: str) -> None:
     shown = privacy.masked(text, [])
     assert IN_PLACE[text] not in shown and "****" in shown and privacy.find_secrets(text, [])
     assert shown.startswith(text[:4])
+
+
+@pytest.mark.parametrize("command", ("check", "import", "report", "evaluate", "merge"))
+def test_password_of_an_address_is_in_no_message(command: str, capsys) -> None:
+    assert main.main([*command.split(), "https://user:canary-pw@example.org/x"]) == 2
+    said = "".join(capsys.readouterr())
+    assert "canary-pw" not in said and "https:/" in said
 
 
 @pytest.mark.parametrize("text", READABLE)
