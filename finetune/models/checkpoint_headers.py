@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -89,6 +89,53 @@ def missing_weights(missing: Collection[str]) -> Problem:
         why="transformers would set these weights to random values",
         code="model-files",
     )
+
+
+def check_unused(extra: Iterable[str], modules: Collection[str], parameters: Collection[str]) -> list[str]:
+    """Check that no part of a module and no whole layer is unused, because the model would be another one.
+
+    Args:
+        extra: tensors of the files that the model lacks.
+        modules: names of the model's modules.
+        parameters: names of the model's parameters.
+
+    Returns:
+        Unused tensors of other parts, such as a head for rewards, or layers that predict more tokens.
+
+    Raises:
+        UserError: tensors that belong to a module or to further layers of the model (exit 2).
+    """
+    layers: dict[tuple[str, str], list[str]] = {}
+    lost, others = list[str](), list[str]()
+    known = {(name[: one.start()], name[one.end() :]) for name in parameters if (one := _LAYER.search(name))}
+    for name in extra:
+        parent, _, leaf = name.rpartition(".")
+        holder = parent.rpartition(".")[0]
+        found = _LAYER.search(name)
+        is_bias = leaf == "bias" and f"{parent}.weight" in parameters
+        is_module = leaf in ("weight", "bias") and parent not in modules and holder in modules
+        if is_bias or (is_module and found):
+            lost.append(name)
+        elif found and holder not in modules:
+            layers.setdefault((name[: found.start()], found[0]), []).append(name)
+        else:
+            others.append(name)
+    for (place, number), names in layers.items():
+        start = len(place) + len(number)
+        is_usual = all((place, name[start:]) in known for name in names)
+        (lost if is_usual else others).extend(names)
+    if lost:
+        raise UserError(
+            Problem(
+                f"the model of config.json does not use {len(lost)} weights of the files",
+                "model.name",
+                found=", ".join(sorted(lost)[:3]),
+                fix=f"{DOWNLOAD}. To drop them, load the model with transformers and save it again",
+                why="config.json is damaged, or from another model",
+                code="model-files",
+            )
+        )
+    return others
 
 
 def lacks(stored: Collection[str], names: Names, *, same_names: bool) -> list[str]:

@@ -15,6 +15,8 @@ from finetune.models import checkpoint_headers, model_class, model_files, tokeni
 from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
     from transformers import PreTrainedModel
 
@@ -70,6 +72,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
         if not local_path(model.name):
             checkpoint_headers.check_tensors(_snapshot(model), declared)
         quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
+        _check_unused(loaded, found["unexpected_keys"], checks)
         if stored:
             quantized_loading.finish(loaded, stored, storage, options["dtype"], checks)
     if setup.launch.sharded == "DeepSpeed":
@@ -90,6 +93,16 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
     if model.add_tokens:
         _add_rows(loaded, tokenizer_setup.added_tokens(model, tokenizer_setup.load_tokenizer(model)))
     return loaded
+
+
+def _check_unused(loaded: PreTrainedModel, extra: Collection[str], checks: RunChecks | None) -> None:
+    """Check the tensors of the files that transformers did not use, and note those of other parts."""
+    modules = {name for name, _ in loaded.named_modules()}
+    parameters = {name for name, _ in loaded.named_parameters(remove_duplicate=False)}
+    others = checkpoint_headers.check_unused(extra, modules, parameters)
+    if others and checks is not None and not stored_weights.read(loaded.config):
+        shown = ", ".join(sorted(others)[:3])
+        checks.notes.append(f"model.name: the model does not use {len(others)} tensors of the files: {shown}")
 
 
 def _snapshot(model: Model) -> Path:

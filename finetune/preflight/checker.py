@@ -448,6 +448,9 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     same_names = not declared and module_lists.has_names_of_files(listed.names)
     if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names):
         raise UserError(checkpoint_headers.missing_weights(missing))
+    if same_names:
+        extra = [name for name in stored if name not in listed.names.every_shape]
+        checkpoint_headers.check_unused(extra, listed.names.kinds, listed.names.every_shape)
     whole = {
         name: four_bit_state.shape_of(name, stored)
         for name, tensor in stored.items()
