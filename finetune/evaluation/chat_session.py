@@ -28,7 +28,7 @@ from finetune.data import encoding
 from finetune.data.encoding import Encoder
 from finetune.data.examples import Example
 from finetune.evaluation import reopen, scoring
-from finetune.models import token_limits, tokenizer_setup
+from finetune.models import base_identity, token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
 
 MAX_NEW_TOKENS = 512
@@ -108,6 +108,7 @@ def run(
         for note in (
             *reopen.storage_note(recipe),
             *tokenizer_setup.foreign_template(recipe.model, tokenizer),
+            *base_identity.notes(recipe.model, folder.found("environment.json").get("base_model")),
         ):
             console.print(visible(f"note: {note}"), markup=False, emoji=False)
         if sys.stdin.isatty():

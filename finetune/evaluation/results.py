@@ -16,6 +16,7 @@ from finetune.data.preparation import HeldOut
 from finetune.evaluation import lm_eval_harness, paired_differences, tasks, validation_set
 from finetune.evaluation.scoring import Score
 from finetune.hub import client
+from finetune.models import base_identity
 from finetune.recipe.schema import Eval, Recipe
 from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
@@ -218,8 +219,8 @@ def files_hashed(settings: Eval) -> dict[str, str]:
 def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """Return why this result is not about the run's own weights.
 
-    The base model can be stored in another format than in training. Or the overrides name another base model,
-    which its validation loss shows.
+    The base model can be stored in another format than in training, or its files have changed. Or the
+    overrides name another base model, which its validation loss shows.
     """
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
     own = comparability.resolved(folder).get("model.storage", ("", ""))[0].strip('"')
@@ -229,8 +230,10 @@ def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, An
         was = f"this run used {own}" if own else "the run does not say what it used"
         return [f"this evaluation stores the base model in {now}, but {was}"]
     overrides_model = any(who == "override" and key.startswith("model.") for key, who in origin.items())
+    if not overrides_model:
+        return base_identity.notes(recipe.model, folder.found("environment.json").get("base_model"))
     earlier = folder.found("eval.json")
-    if validation_set.overridden(recipe) or not overrides_model or _same_base(earlier, result) is not False:
+    if validation_set.overridden(recipe) or _same_base(earlier, result) is not False:
         return []
     losses = [one["base"]["loss"] for one in (result, earlier)]
     text = "this is not the base model of the run: the validation loss is {:.4f} in place of {:.4f}"

@@ -31,6 +31,7 @@ from finetune.export import (
 )
 from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import Expected
+from finetune.models import base_identity
 
 REPORT = "export.json"
 
@@ -82,6 +83,7 @@ def run(
     where, start = opened.output
     target = merging.free_target(where, f"{start}-{to}-{part}", output)
     left = [*opened.notes, *merged_files.note_interrupted(target, "export")]
+    left += base_identity.notes(recipe.model, folder.found("environment.json").get("base_model"))
     tokenizer = export_source.tokenizer_of(opened, recipe)
     texts = serving_check.texts_of(opened, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)

@@ -97,6 +97,13 @@ class Launch(Shape):
     """Variables of the launch."""
 
 
+class BaseIdentity(Shape):
+    config: dict[str, Any] = {}
+    """Values of config.json that change what the base model computes."""
+    weights: dict[str, str] = {}
+    """Weight file: hash of its size and of samples."""
+
+
 class Environment(Shape):
     """environment.json."""
 
@@ -109,6 +116,8 @@ class Environment(Shape):
     git: Git | None = None
     hardware: Hardware
     launch: Launch
+    base_model: BaseIdentity | None = None
+    """The base model that the run has trained."""
 
 
 class Histogram(Shape):

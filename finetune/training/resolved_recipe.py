@@ -21,6 +21,7 @@ from finetune.core.run_checks import Choice
 from finetune.data.audit import Report
 from finetune.distributed import recorded_variables
 from finetune.hardware.detection import Hardware
+from finetune.models import base_identity
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Recipe, Train
@@ -155,4 +156,5 @@ def write_start(
     load_recipe(folder.recipe)  # later commands read this file, so check now that it loads
     folder.write("data_report.json", {name: asdict(split) for name, split in reports.items()})
     environment = describe_environment(run.setup.hardware, run.setup.launch)
+    environment["base_model"] = base_identity.describe(run.recipe.model)
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})

@@ -11,10 +11,9 @@ from finetune.autoconfig.batch_size import Batch
 from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing import resume_contract, training_state
 from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-from finetune.core import regular_files
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, launch_environment
-from finetune.models import fingerprint, model_files, usual_configs
+from finetune.models import base_identity, fingerprint, model_files
 from finetune.recipe.schema import Model, Recipe
 from finetune.training import resolved_recipe
 from finetune.training.run_context import RunData
@@ -86,13 +85,8 @@ def contract_of(
 def _config_facts(model: Model) -> dict[str, Any]:
     """Return the values in the base model's config.json that can change what the model computes."""
     path = model_files.small_file(model, "config.json")
-    raw = regular_files.read_json(path, "model.name") if path else {}
-    words = raw.get("vocab_size") or 0
-    return {
-        f"{resume_contract.CONFIG}{key}": value
-        for key, value in raw.items()
-        if key == "quantization_config" or not usual_configs.has_no_effect(key, value, words)
-    }
+    values = base_identity.config_values(path) if path else {}
+    return {f"{resume_contract.CONFIG}{key}": value for key, value in values.items()}
 
 
 def frozen_fingerprint(adapted: nn.Module, checkpoint: VerifiedCheckpoint | None, checks: RunChecks) -> str:

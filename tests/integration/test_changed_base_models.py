@@ -1,0 +1,67 @@
+"""A base model that has changed since the run is named by the commands that read it again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli import main
+from finetune.core import verified_files
+from support import tiny_models
+
+
+def change_weights(model: Path) -> None:
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-1000:] = bytes(byte ^ 1 for byte in content[-1000:])
+    (model / "model.safetensors").write_bytes(content)
+
+
+def change_config(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+
+
+@pytest.fixture(scope="module")
+def finished(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("finished")
+    shutil.copytree(two_layers, place / "model")
+    assert main.main(["train", str(tiny_models.recipe(place, place / "model")), "--quiet"]) == 0
+    return place
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    ((change_weights, "model.safetensors"), (change_config, "rms_norm_eps in config.json")),
+)
+def test_changed_base_model_is_named(change: Any, named: str, finished: Path, tmp_path: Path) -> None:
+    run, model = tmp_path / "run", finished / "model"
+    shutil.copytree(finished / "run", run)
+    before = (run / "eval.json").read_bytes()
+    kept = shutil.copytree(model, tmp_path / "kept")
+    said = f"the base model has changed since the run: {named}"
+    try:
+        change(model)
+        assert main.main(["evaluate", str(run), "--quiet"]) == 0
+        assert main.main(["merge", str(run), "--quiet"]) == 0
+    finally:
+        shutil.copytree(kept, model, dirs_exist_ok=True)
+    assert (run / "eval.json").read_bytes() == before, "the run's own result stays"
+    assert said in json.loads((run / "eval.other.json").read_text())["settings"]["notes"]
+    assert said in json.loads((run / "merge.json").read_text())["merged"]["notes"]
+
+
+def test_sample_reads_both_ends_of_files_of_any_size(tmp_path: Path) -> None:
+    file, size = tmp_path / "file", verified_files.SAMPLE * verified_files.SAMPLES
+    for length in (0, 1, verified_files.SAMPLE, verified_files.SAMPLE + 1, 3 * size + 7):
+        content = bytearray(length)
+        file.write_bytes(content)
+        whole = verified_files.sample(file)
+        for place in {0, length // 2 if length < size else 0, length - 1} if length else ():
+            content[place] ^= 1
+            file.write_bytes(content)
+            assert verified_files.sample(file) != whole, (length, place)
+            content[place] ^= 1
