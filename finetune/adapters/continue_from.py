@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ def check_weights(folder: Path, source: str) -> None:
                 code="adapter-files",
             )
         )
+    wrong = checkpoint_headers.adapter_problems(checkpoint_headers.stored(folder, INIT_FROM))
+    raise_if_any([replace(one, key=INIT_FROM, where=source) for one in wrong])
 
 
 def _source_folder(source: str) -> Path | None:

@@ -296,8 +296,20 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _odd_values(content, path, key)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < _LARGEST_NUMBER  # NaN is not less
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST_NUMBER  # NaN is not less
+
+
+def _is_scale(value: Any) -> bool:
+    return _is_number(value) and value != 0
+
+
+def _are_scales(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_scale, value.values()))
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
 
 
 def _are_names(value: object) -> bool:
@@ -319,10 +331,13 @@ def _are_tokens(value: object) -> bool:
 
 _NAMES, _PATTERN = (_are_names, "a list of names"), (_is_pattern, "a list of names, or a pattern")
 _USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # what PEFT writes into adapter_config.json
-    **dict.fromkeys(("r", "lora_alpha"), (_is_number, "a number")),
+    "r": (_is_number, "a number"),
+    "lora_alpha": (_is_scale, "a number other than 0"),
+    "alpha_pattern": (_are_scales, "an object of numbers other than 0"),
+    "lora_dropout": (_is_share, "a number from 0 to below 1"),
     **dict.fromkeys(("target_parameters", "modules_to_save"), _NAMES),
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern", "feedforward_modules"), _PATTERN),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (lambda value: isinstance(value, dict), "an object")),
+    "rank_pattern": (lambda value: isinstance(value, dict), "an object"),
     "layers_to_transform": (_are_places, "a list of integers"),
     "trainable_token_indices": (_are_tokens, "a list of token ids"),
 }

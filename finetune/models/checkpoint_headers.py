@@ -347,5 +347,17 @@ def _check_entry(name: str, entry: dict[str, Any]) -> None:
 
 
 def adapter_problems(saved: Mapping[str, StoredTensor]) -> list[Problem]:
-    """Return the problem of an adapter with quantized weights, or with weights that are integers."""
-    return stored_tensors.problems(None, {}, saved)
+    """Return the problem of an adapter whose weights are no floating-point numbers of 16 bits or more.
+
+    VB-LoRA and SHiRA also save indices, which are integers.
+    """
+    odd = [
+        f"{name} has the dtype {tensor.dtype}"
+        for name, tensor in saved.items()
+        if tensor.dtype not in stored_tensors.FLOATS and "indices" not in name
+    ]
+    what = "weights of the adapter are no floating-point numbers of 16 bits or more"
+    found = "; ".join(odd[:3])
+    return [Problem(what, found=found, fix="save the adapter again in float32", code="adapter-files")] * bool(
+        odd
+    )

@@ -276,6 +276,22 @@ def test_fp8_weights_without_a_scale_are_refused_in_every_format(
         headers(made)
 
 
+DTYPES = (torch.bool, torch.int32, torch.complex64, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_adapter_of_another_dtype_is_no_source(
+    dtype: torch.dtype, two_layers: Path, tmp_path: Path, capsys: Any
+) -> None:
+    tensors = {f"base_model.model.a.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    tensors["base_model.model.a.lora_A.weight"] = torch.ones(2, 2).to(dtype)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+    adapter = {"type": "lora", "init_from": str(tmp_path), "from_other_base": True}
+    assert main.main(["check", str(recipe(tmp_path, two_layers, adapter=adapter))]) == 2
+    assert "no floating-point numbers" in capsys.readouterr().err
+
+
 def test_an_adapter_of_integers_is_refused(trained: Any, capsys: Any) -> None:
     run = trained("lora")
     path = run.adapter / "adapter_model.safetensors"

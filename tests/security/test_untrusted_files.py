@@ -132,7 +132,9 @@ def test_export_of_an_adapter_with_a_link_to_another_file_is_refused(
     ("key", "value"),
     [
         *(("r", value) for value in ([None], {}, "abc", 10**400, float("nan"))),
-        *(("lora_alpha", value) for value in ([], float("inf"), "1")),
+        *(("lora_alpha", value) for value in ([], float("inf"), "1", 0, True)),
+        *(("lora_dropout", value) for value in (1.0, -0.1, "0.1")),
+        *(("alpha_pattern", {"q_proj": value}) for value in (0, float("nan"), "8")),
         *(("target_parameters", value) for value in (5, [None], "abc")),
         *(("modules_to_save", value) for value in (5, [[]], "abc")),
         ("target_modules", [["q_proj"]]),
