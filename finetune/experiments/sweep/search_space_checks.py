@@ -268,10 +268,10 @@ def _likely(key: str) -> str:
     return nearest(key, known) or f"set {key} in the recipe"
 
 
-def _has(kind: str, key: str) -> bool:
-    """Return `has_key`, or false for an unknown type, which other checks report."""
+def _has(kind: object, key: str) -> bool:
+    """Return `has_key`, or false for what is no adapter type, which other checks report."""
     try:
-        return has_key(kind, key)
+        return isinstance(kind, str) and has_key(kind, key)
     except (KeyError, UserError):
         return False
 

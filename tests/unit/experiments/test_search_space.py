@@ -122,6 +122,14 @@ def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> No
     assert ":7:" in text and "an integer" in text
 
 
+@pytest.mark.parametrize("kind", ["[dora]", "{dora: 1}", "[[dora]]", "{}", "null", "7", "''"])
+def test_a_choice_that_is_no_name_of_an_adapter_type_is_an_error_at_its_place(kind: str, tmp_path) -> None:
+    text = f"space:\n  adapter.type: {{choices: [lora, {kind}]}}\n  adapter.r: {{choices: [8, 16]}}\n"
+    with pytest.raises(UserError) as raised:
+        search_space_checks.look(str(QUICKSTART), [], space(tmp_path, text))
+    assert ":2:34" in said(raised) and "adapter.type" in said(raised)
+
+
 HUGE = {
     "steps": "train.learning_rate: {low: 0.0, high: 1.0, step: 1e-9}",
     "integers": "adapter.lora_alpha: {low: 1, high: 1000000000, times: adapter.r}",
