@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from finetune.core.errors import only_user_errors
+from finetune.core.errors import Problem, UserError, only_user_errors
 from finetune.core.privacy import SWITCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-@contextlib.contextmanager
-def library_call(doing: str) -> Iterator[None]:
-    """Raise every exception as a `UserError`, and restore the environment at the end.
+def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Let a function raise every exception as a `UserError`, and restore the environment at its end.
 
     Args:
         doing: the end of the sentence "while finetune ...", such as "merged the adapter".
     """
+
+    def decorated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            _check_call(function.__qualname__, signature, args, kwargs)
+            with _same_environment(), only_user_errors(doing):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorated
+
+
+def _check_call(
+    name: str, signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Refuse arguments that a function does not have, and a call without the arguments that it needs."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(
+            Problem(
+                f"`{name}` can't be called with these arguments",
+                found=str(error)[:200],
+                expected=f"{name}({', '.join(map(_without_type, signature.parameters.values()))})",
+                code="value-type",
+            )
+        ) from None
+
+
+def _without_type(parameter: inspect.Parameter) -> str:
+    """Return a parameter as a caller writes it: `name`, or `name=...` where the name must be given."""
+    named = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    return f"{parameter.name}=..." if named else parameter.name
+
+
+@contextlib.contextmanager
+def _same_environment() -> Iterator[None]:
     before = _changeable()
     try:
-        with only_user_errors(doing):
-            yield
+        yield
     finally:
         for name in _changeable().keys() - before:
             del os.environ[name]

@@ -8,7 +8,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from finetune.core.errors import Exit, Problem, UserError, only_user_errors
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.library_calls import library_call
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import live_model_spec, lm_head_loss
 from finetune.speed.fused_layers import Fused
@@ -18,7 +19,7 @@ log = logging.getLogger("finetune")
 WITHOUT = "train without `finetune.speed.apply`"
 
 
-@only_user_errors("fused the adapters")
+@library_call("fused the adapters")
 def apply(model: PeftModel) -> PeftModel:
     """Fuse the adapters of a PEFT model in place, and return the model.
 
@@ -76,6 +77,7 @@ def apply(model: PeftModel) -> PeftModel:
     return model
 
 
+@library_call("removed the fused adapters")
 def remove(model: PeftModel) -> PeftModel:
     """Restore the own forward of every layer that `apply` changed, and return the model.
 

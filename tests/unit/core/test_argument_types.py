@@ -71,6 +71,27 @@ def test_arguments_of_a_wrong_type_are_errors_of_the_user(call: str) -> None:
         assert {problem.code for problem in raised.value.problems} == {"value-type"}, str(raised.value)
 
 
+SIGNATURES: dict[str, Callable[..., object]] = {
+    "load_model(name, quantization=..., revision=..., device=...)": finetune.load_model,
+    "load_recipe(path, overrides)": finetune.load_recipe,
+    "train(recipe, callbacks=..., resume=..., quiet=...)": finetune.train,
+    "export_model(run, to, output, quantize=..., adapter=...)": finetune.export_model,
+    "Run.load_model(self)": finetune.Run("run").load_model,
+    "apply(model)": finetune.speed.apply,
+    "remove(model)": finetune.speed.remove,
+}
+
+
+@pytest.mark.parametrize("expected", SIGNATURES)
+def test_arguments_that_a_function_does_not_have_are_errors_of_the_user(expected: str) -> None:
+    """The caller sees the arguments that it has."""
+    for given, named in (((), {"bogus": 1}), (tuple(range(9)), {})):
+        with pytest.raises(UserError, match="can't be called with these arguments") as raised:
+            SIGNATURES[expected](*given, **named)
+        (problem,) = raised.value.problems
+        assert (problem.expected, problem.code, raised.value.code) == (expected, "value-type", Exit.INPUT)
+
+
 def test_class_of_a_callback_in_place_of_an_instance_is_an_error_of_the_user() -> None:
     wrong: Any = TrainerCallback
     with pytest.raises(UserError, match="the class TrainerCallback"):
