@@ -99,13 +99,22 @@ def _guessed_columns(error: UserError) -> str:
     return fix if fix.startswith("columns: {") and fix.endswith("}") and "..." not in fix else ""
 
 
+def _ask(question: str) -> str:
+    """Return what a person types. Ctrl-D ends the command as Ctrl-C does."""
+    try:
+        return input(question).strip()
+    except EOFError:
+        print()
+        raise KeyboardInterrupt from None
+
+
 def _answers(options: argparse.Namespace) -> dict[str, str]:
     """Return the answers from the options. Ask for missing ones on a terminal, else use the defaults."""
     given = {name: getattr(options, name) for name in QUESTIONS}
     if sys.stdin.isatty() and not all(given.values()):
         for name, (question, default) in QUESTIONS.items():
             while not given[name]:
-                given[name] = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+                given[name] = _ask(f"{question}{f' [{default}]' if default else ''}: ") or default
     missing = [name for name, (_, default) in QUESTIONS.items() if not (given[name] or default)]
     if missing:
         raise UserError(

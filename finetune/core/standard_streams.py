@@ -40,7 +40,12 @@ def say(*lines: object, error: bool = False) -> None:
 
 
 def allow_closing() -> None:
-    """Let the readers of standard output and error leave early, and discard output after an error."""
+    """Let the readers of standard output and error leave early, and discard output after an error.
+
+    Input that is not UTF-8 is read as Python reads such arguments, so that its reader can refuse it.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

@@ -176,8 +176,9 @@ def answer(talk: Talk, text: str) -> dict[str, str]:
     """Let each selected model answer, and print the answers while they are generated.
 
     Raises:
-        UserError: see `respond`. Nothing is added to the history.
+        UserError: see `respond`, or the text is not UTF-8 (exit 2). Nothing is added to the history.
     """
+    _check_text(talk.system + text)
     voices = [voice for voice in talk.voices if voice.name in talk.asked]
     said = {voice.name: "" for voice in voices}
     user_turn = {"role": "user", "content": text}
@@ -202,6 +203,20 @@ def answer(talk: Talk, text: str) -> dict[str, str]:
     for voice in voices:
         voice.history += [user_turn, {"role": "assistant", "content": said[voice.name]}]
     return said
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            Problem(
+                "the text is not UTF-8",
+                found=repr(text[error.start : error.end])[:200],
+                fix="set the terminal to UTF-8, or convert the text: iconv -f WINDOWS-1252 -t UTF-8",
+                code="command-line",
+            )
+        ) from None
 
 
 def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Callable[[str], None]) -> str:

@@ -99,6 +99,16 @@ def test_each_has_a_history_of_its_own(run, talk) -> None:
     assert said[5] == "the conversation is empty again" and said[7] == said[1]
 
 
+def test_text_that_is_not_utf_8_is_an_error_and_the_chat_goes_on(run, talk) -> None:
+    folder = run()
+    said = talk(folder, "\udcff", "/system \udcff", "/base", "Hi", "/system", "Hi", "--max-new-tokens", "1")
+    wrong, *_ = said
+    assert wrong.startswith("error: the text is not UTF-8") and "iconv" in wrong
+    assert len(said) == 6 and said[3] == wrong and said[5].startswith("base: ")
+    (wrong,) = talk(folder, "--prompt", "caf\udce9", code=2)
+    assert wrong.startswith("error: the text is not UTF-8")
+
+
 def test_a_system_message(run, talk) -> None:
     folder = run()
     said = talk(

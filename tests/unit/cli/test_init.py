@@ -80,6 +80,14 @@ def test_terminal_asks_only_for_missing_answers(tmp_path, monkeypatch, capsys) -
     assert loader.load("other.yaml").data.validation_fraction == 0.2
 
 
+@pytest.mark.parametrize("typed", ["", f"{MODEL}\n", f"{MODEL}\n{DATA / 'train.jsonl'}\n\n\n"])
+def test_end_of_the_input_at_a_question_interrupts(typed, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", Terminal(typed))
+    assert main.main(["init"]) == 130
+    assert capsys.readouterr().err == "interrupted before it was done\n" and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
