@@ -1,16 +1,41 @@
-"""`python -m finetune`, and so `accelerate launch -m finetune train RECIPE`."""
+"""`finetune` and `python -m finetune`, and so `accelerate launch -m finetune train RECIPE`."""
 
 import os
 import sys
 
-if not sys.flags.safe_path and sys.path[0] == os.getcwd():
-    del sys.path[0]  # `-m` puts the working directory before the standard library
 
-from finetune.core import import_paths
+def main() -> int:
+    """Run one command and return the exit code. Ctrl-C during the first imports prints no traceback."""
+    try:
+        _leave_working_directory()
+        from finetune.cli.main import main as run
+    except KeyboardInterrupt:
+        import signal
 
-import_paths.leave_working_directory()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C during the imports below
+        from finetune.cli import interrupt
 
-from finetune.cli.main import main  # noqa: E402 (not before the line above)
-from finetune.distributed import launch_environment  # noqa: E402 (the same)
+        return interrupt.before_the_command(sys.argv[1:])
+    return run()
 
-sys.exit(launch_environment.leave(main()))
+
+def _leave_working_directory() -> None:
+    try:
+        # `python -m` puts the working directory before the standard library
+        if not sys.flags.safe_path and sys.path[0] == os.getcwd():
+            del sys.path[0]
+    except OSError:  # it was deleted; the command reports that
+        return
+    from finetune.core import errors, import_paths
+
+    try:
+        import_paths.leave_working_directory()
+    except errors.UserError:  # the command reports it
+        return
+
+
+if __name__ == "__main__":
+    code = main()
+    from finetune.distributed import launch_environment
+
+    sys.exit(launch_environment.leave(code))

@@ -28,6 +28,7 @@ from finetune.cli import (
     import_recipe,
     init,
     inputs,
+    interrupt,
     json_output,
     merge,
     plan,
@@ -72,6 +73,8 @@ def main(given: Sequence[str] | None = None) -> int:
         options = parse(words)
     except UserError as error:
         return finished(" ".join(words[:1]), failed(error), as_json="--json" in words)
+    except KeyboardInterrupt:
+        return interrupt.before_the_command(words)
     own = arguments.command_name(options.command)
     if not options.json:
         return guarded(options.command, options).code
@@ -103,27 +106,23 @@ def guarded(command: Callable[[argparse.Namespace], object], options: argparse.N
     try:
         with panics_as_errors():
             return Outcome(Exit.DONE, command(options))
-    except UserError as error:
-        if options.debug:
-            privacy.excepthook(type(error), error, error.__traceback__)
-        return failed(error)
     except Stopped as stopped:
         if launch_environment.is_main():
             standard_streams.say(*str(stopped).split("\n"), error=True)
         else:
             time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this process exits
         return Outcome(Exit.STOPPED, {"stopped": str(stopped), "run": stopped.folder})
-    except Exception as error:  # the last resort: print a message instead of a traceback
+    except (Exception, KeyboardInterrupt) as error:  # the last resort: print a message instead of a traceback
         if options.debug:
-            raise
+            privacy.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            standard_streams.say(interrupt.MESSAGE, error=True)
+            return Outcome(interrupt.CODE)
+        if isinstance(error, UserError):
+            return failed(error)
         if problem := launch_environment.lost(error):
             return failed(UserError(problem, code=Exit.TRAINING))
         return failed(errors.explain(error, f"ran `finetune {arguments.command_name(command)}`"))
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        standard_streams.say("interrupted before it was done", error=True)
-        return Outcome(130)
 
 
 def failed(error: UserError) -> Outcome:

@@ -167,12 +167,13 @@ def test_command_whose_output_is_on_a_full_disk_is_an_error(options: tuple[str, 
     assert "error: the disk is full" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("program", ["finetune", "python -m finetune"])
 @pytest.mark.parametrize("name", [b"deleted", b"odd\xff"])
-def test_command_in_a_folder_that_has_no_usable_name_is_an_error(name: bytes, tmp_path: Path) -> None:
+def test_command_in_a_folder_that_has_no_usable_name_is_an_error(name: bytes, program, tmp_path) -> None:
     folder = os.fsencode(tmp_path) + b"/" + name
     os.mkdir(folder)
     gone = b"rmdir " + folder if name == b"deleted" else b"true"
-    finetune = os.fsencode(Path(sys.executable).parent / "finetune")
+    finetune = os.fsencode(Path(sys.executable).parent / program)
     command = b"; ".join([b"cd " + folder, gone, finetune + b" check " + os.fsencode(QUICKSTART)])
     done = subprocess.run([b"sh", b"-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 3 and done.stderr.startswith("error: finetune can't use the working directory")
@@ -434,8 +435,8 @@ def test_a_full_disk_is_one_message(capsys) -> None:
     assert main.guarded(fills, argparse.Namespace(debug=False)).code == 3
     said = capsys.readouterr().err
     assert "the disk is full (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
-    with pytest.raises(OSError, match="No space left"):
-        main.guarded(fills, argparse.Namespace(debug=True))
+    assert main.guarded(fills, argparse.Namespace(debug=True)).code == 3
+    assert "Traceback" in (traced := capsys.readouterr().err) and traced.endswith(said)
 
 
 def test_too_many_open_files_are_one_message(capsys) -> None:
@@ -472,8 +473,44 @@ def test_guarded_exception_of_a_library_is_one_message(capsys) -> None:
     assert said.startswith("error: model.name: yaml failed while finetune read the config (yaml/")
     assert "ParserError: " in said and "help:      another model; run the command again with --debug" in said
     assert "Traceback" not in said
-    with pytest.raises(yaml.YAMLError):
-        main.guarded(reads, argparse.Namespace(debug=True))
+    assert main.guarded(reads, argparse.Namespace(debug=True)).code == 3
+    assert "Traceback" in (traced := capsys.readouterr().err) and traced.endswith(said)
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), KeyboardInterrupt(), errors.UserError("odd")])
+def test_json_has_its_object_with_debug_too(error: BaseException, tmp_path, monkeypatch, capsys) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("finetune.recipe.loader.load", fails)
+    codes = []
+    for options in ([], ["--debug"]):
+        codes.append(main.main(["check", "quickstart", "--json", *options]))
+        said = capsys.readouterr()
+        assert json.loads(said.out)["exit_code"] == codes[-1]
+        assert ("Traceback" in said.err) == bool(options)
+    assert codes[0] == codes[1]
+
+
+STOPPED_IN_AN_IMPORT = """
+import sys
+class Stop:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Stop())
+from finetune.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["finetune.core.errors", "finetune.cli.sweep", "pydantic"])
+def test_ctrl_c_during_the_first_imports_prints_no_traceback(name: str) -> None:
+    command = [sys.executable, "-c", STOPPED_IN_AN_IMPORT.format(name=name), "check", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == json.loads(done.stdout)["exit_code"] == 130
+    assert done.stderr == "interrupted before it was done\n"
 
 
 def test_guarded_exception_of_finetune_itself_is_called_a_bug(capsys) -> None:
