@@ -340,7 +340,7 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
         kind = name.partition(",")[0]
         gpu = row["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
         cells = [NAMES.get(kind, kind), gpu, row["call"], f"{row['tokens_per_second']:,}"]
-        cells += [row["peak_gib"] or "", row["loaded_gib"], row["loading_peak_gib"], row["last_loss"]]
+        cells += [row["peak_gib"] or "", row["loaded_gib"], row["loading_peak_gib"], row["last_loss"] or ""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
