@@ -32,7 +32,9 @@ NO_SPLIT = ""  # the split of a file whose name contains no split
 NOT_LISTED = "not part of the saved dataset"
 OTHER_CONFIGS = "other configs of README.md"
 BELOW = "in folders below"
-NEVER_READ = (NOT_LISTED, OTHER_CONFIGS, BELOW)
+OF_RUNS = "of finetune's runs"
+NEVER_READ = (NOT_LISTED, OTHER_CONFIGS, BELOW, OF_RUNS)
+RECIPE_OF_RUN = "recipe.resolved.yaml"
 # A copy of datasets.data_files.SPLIT_KEYWORDS. A test compares them.
 KEYWORDS = {
     "train": ("train", "training"),
@@ -43,6 +45,7 @@ _SPLIT_WORD = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", re.IGNORECASE)
     for split, words in KEYWORDS.items()
 }
+_MARKS = re.compile(r"[*?\[]")
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*\..*")
 _MAP_CACHE = re.compile(r"(cache-|tmp).*\.arrow")
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -176,6 +179,26 @@ def as_name(paths: list[Path]) -> str:
             if sorted(glob.glob(pattern)) == sorted(map(str, paths)):
                 return pattern
     return f"[{', '.join(map(str, paths))}]"
+
+
+def without_runs(matches: list[Path], pattern: str) -> list[Path]:
+    """Return the matches of a pattern without files in folders of finetune's runs.
+
+    A run in a folder of the data would read its own files when it resumes. A folder that the pattern names
+    without `*`, and files with a given name, stay.
+    """
+    parts = Path(pattern).parts
+    named = next(number for number, part in enumerate(parts) if _MARKS.search(part))
+    if not _MARKS.search(parts[-1]):
+        return matches
+    above = Path(*parts[:named]) if named else Path()
+    found = {
+        folder: (folder / RECIPE_OF_RUN).exists() for path in matches for folder in (path, *path.parents)
+    }
+    outer = {above, *above.parents}
+    return [
+        path for path in matches if not any(found[one] for one in (path, *path.parents) if one not in outer)
+    ]
 
 
 def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
@@ -373,7 +396,8 @@ def _labeled(folder: Path, root: Path, search: Search) -> dict[Path, str]:
             continue
         if os.path.isdir(entry):
             deep = len(entry.relative_to(root).parts) > DEEPEST
-            found |= {} if deep else _labeled(entry, root, search)
+            below = {} if deep else _labeled(entry, root, search)
+            found |= dict.fromkeys(below, OF_RUNS) if (entry / RECIPE_OF_RUN).exists() else below
         elif _is_data(entry):
             unlisted = _is_map_cache(entry) if listed is None else entry not in listed
             found[entry] = NOT_LISTED if unlisted else _split_of(root, entry)

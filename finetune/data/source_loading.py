@@ -17,7 +17,7 @@ from finetune.core.folder_search import match_paths
 from finetune.core.paths import can_be_path, local_path, similar_files
 from finetune.core.regular_files import check_regular
 from finetune.data import hints, hub_datasets, read_limits
-from finetune.data.dataset_folders import as_name, choose_files, count_files
+from finetune.data.dataset_folders import as_name, choose_files, count_files, without_runs
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
 from finetune.data.readers import READERS, Rows, count_rows, read_file
@@ -344,7 +344,7 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
     if any(mark in name for mark in "*?[") and not os.path.exists(
         path
     ):  # a file can have a name such as notes[1].jsonl
-        matches = match_paths(os.path.expanduser(name), Path(), key)
+        matches = without_runs(match_paths(os.path.expanduser(name), Path(), key), os.path.expanduser(name))
     missing = [entry for entry in matches if not os.path.exists(entry)]
     if missing or not matches:
         near = similar_files(path)

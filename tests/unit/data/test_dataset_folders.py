@@ -432,3 +432,20 @@ def test_two_splits_of_a_folder_are_two_sources(tmp_path: Path) -> None:
     assert [source_loading.title(s) for s in source_loading.sources(both)] == [str(folder), f"{folder} test"]
     files = [source_loading.files_of(s, "data.name") for s in source_loading.sources(both)]
     assert files == [[folder / "train.jsonl"], [folder / "test.jsonl"]]
+
+
+@pytest.mark.parametrize("name", ("**/*.jsonl", "*/*.jsonl", "[ar]*/*.jsonl", "*", ""))
+def test_files_of_runs_in_a_folder_of_data_are_not_read(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "a/rows.jsonl", "runA/metrics.jsonl", "runA/checkpoints/step-1/rows.jsonl")
+    (tmp_path / "runA" / "recipe.resolved.yaml").touch()
+    assert source_loading.files_of(Source(name=f"{tmp_path}/{name}"), "data.name") == [
+        tmp_path / "a/rows.jsonl"
+    ]
+
+
+@pytest.mark.parametrize("name", ("runA/*.jsonl", "*/validation.jsonl", "runA"))
+def test_a_run_that_is_named_is_read(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "runA/validation.jsonl")
+    (tmp_path / "runA" / "recipe.resolved.yaml").touch()
+    found = source_loading.files_of(Source(name=f"{tmp_path}/{name}"), "data.validation")
+    assert found == [tmp_path / "runA/validation.jsonl"]
