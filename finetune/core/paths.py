@@ -34,12 +34,24 @@ def writing(path: Path) -> Iterator[None]:
 
 def why_not_makeable(path: Path) -> str:
     """Return why a folder can't be created or written to; the empty string if it can. Create nothing."""
-    above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not is_utf8(path):
+        return "its name is not UTF-8"
+    # A link that leads nowhere takes the place of a folder, too
+    above = next(one for one in (path.absolute(), *path.absolute().parents) if os.path.lexists(one))
     if not above.is_dir():
         return os.strerror(errno.EEXIST if above == path.absolute() else errno.ENOTDIR)
     if is_of_kernel(above):
         return f"{os.strerror(errno.EPERM)}: a folder of the kernel"
     return "" if os.access(above, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+
+
+def is_utf8(path: Path) -> bool:
+    """Return whether the bytes of a path are UTF-8. pyarrow opens no other path."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refuse_lfs_pointer(path: Path, key: str = "") -> None:

@@ -30,7 +30,7 @@ from typing import Any
 
 from finetune.core import safe_files, verified_files
 from finetune.core.errors import Problem, UserError
-from finetune.core.paths import why_not_makeable
+from finetune.core.paths import is_utf8, why_not_makeable
 from finetune.core.regular_files import is_of_kernel
 from finetune.core.verified_files import Damaged
 from finetune.data import source_loading
@@ -51,7 +51,7 @@ def cache_folder(data: Data) -> Path:
 def check_makeable(data: Data) -> None:
     """Raise a UserError if the cache folder does not exist and cannot be created (exit 2)."""
     folder = cache_folder(data)
-    can_have_data = folder.is_dir() and not is_of_kernel(folder)
+    can_have_data = is_utf8(folder) and folder.is_dir() and not is_of_kernel(folder)
     if not can_have_data and (reason := why_not_makeable(folder)):
         raise UserError(not_makeable(folder, reason))
 
@@ -75,6 +75,8 @@ def start(cache: Path) -> Path:
 
     The folder has the permissions of the umask. A folder of `tempfile` would not be readable by other users.
     """
+    if reason := why_not_makeable(cache):
+        raise UserError(not_makeable(cache, reason))
     try:
         cache.mkdir(parents=True, exist_ok=True)
         building = cache / f".building-{secrets.token_hex(8)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.folder_search import match_paths
-from finetune.core.paths import can_be_path, local_path, similar_files
+from finetune.core.paths import can_be_path, is_utf8, local_path, similar_files
 from finetune.core.regular_files import check_regular
 from finetune.data import hints, hub_datasets, read_limits
 from finetune.data.dataset_folders import as_name, choose_files, count_files, without_runs
@@ -364,7 +363,7 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
             raise UserError(_nothing_to_read(path, key))
     for entry in paths:
         check_regular(entry, key)
-        if re.search(r"[\ud800-\udfff]", str(entry)):  # how Python shows bytes that are not UTF-8
+        if not is_utf8(entry):
             raise UserError(
                 Problem(
                     "the name of the file is not UTF-8",

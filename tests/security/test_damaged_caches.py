@@ -375,6 +375,23 @@ def test_damaged_data_that_cannot_be_replaced_is_an_error(data, tokenizer, tmp_p
     assert raised.value.code == 2 and "data.cache_dir" in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ("link to nothing", "loop", "bytes\udcff", "existing\udcff"))
+def test_cache_that_no_data_can_be_in_is_refused_by_check_and_train(
+    name: str, data, tokenizer, tmp_path
+) -> None:
+    folder = tmp_path / name
+    if name == "link to nothing":
+        folder.symlink_to(tmp_path / "nothing")
+    elif name == "loop":
+        folder.symlink_to(folder)
+    elif name.startswith("existing"):
+        folder.mkdir()
+    elsewhere = data.model_copy(update={"cache_dir": str(folder)})
+    for use in (prepared_cache.check_makeable, lambda data: preparation.prepare(data, tokenizer, 0, None)):
+        with pytest.raises(UserError, match="can't write to the cache"):
+            use(elsewhere)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_damaged_data_of_another_user_in_a_sticky_folder_is_an_error(data, tokenizer, request) -> None:
     folder = prepared_by_nobody(data, tokenizer, 0o1775)
