@@ -166,10 +166,14 @@ def check_and_pack(
     Args:
         storage: one of QUANTIZED.
         stored: whether the checkpoint is quantized already.
+
+    Raises:
+        UserError: bitsandbytes would read the 4-bit weights incorrectly on this CPU (exit 3).
     """
     from finetune.models import quantization_checks
     from finetune.quantization import four_bit, fp8_loading
 
+    four_bit.check_rows(four_bit.rows(loaded))
     if checks and storage == "fp8":
         quantization_checks.add_fp8_check(loaded, checks, stored=stored)
     elif checks:

@@ -189,6 +189,7 @@ def _machine(recipe: Recipe) -> list[str]:
         model.attention not in ("auto", "sdpa", "eager"),
         model.quantization not in ("auto", "none"),
         "use_dora" in adapter_types.find(recipe.adapter.type).sets and stored_weights.read(config),
+        config and model_checks.partial_blocks(recipe, config),
         config and delta_net_kernels.uses_package(config),
         "paged" in optimizer_choice.asked(recipe.train),
         speed.offload not in ("auto", "none"),

@@ -16,7 +16,7 @@ from finetune.autoconfig import (
 from finetune.autoconfig.machine_setup import Setup
 from finetune.core.errors import raise_if_any
 from finetune.hardware import detection
-from finetune.models import model_class, model_files
+from finetune.models import model_files
 from finetune.preflight import launch_conflicts, model_checks
 from finetune.recipe.schema import Recipe
 
@@ -34,7 +34,6 @@ def setup_of(recipe: Recipe) -> Setup:
     as_stored = recipe.model_copy(update={"model": recipe.model.model_copy(update=kept)})
     launch_conflicts.check(as_stored, detection.detect())
     launch_conflicts.check_launch(recipe)
-    model_class.check(config)
     setup = machine_setup.choose_for_training(recipe, config, stored)
     packing_support.check(
         config, recipe.data, recipe.train, setup.attention.value, setup.launch.data_parallel_size
@@ -46,6 +45,8 @@ def setup_of(recipe: Recipe) -> Setup:
     data_loader.loader_of_launch(setup.hardware, train_keys)
     mixed_precision.check_tf32(train_keys.get("tf32"), setup.hardware)
     raise_if_any(loss_support.check_recipe(recipe, config))
+    if setup.hardware.device == "cpu":
+        model_checks.check_on_cpu(recipe, config)
     loss_support.check_machine(recipe.speed.loss, setup.hardware, setup.launch.precision)
     fp8_support.check_experts(recipe.speed.fp8_experts, setup.hardware, setup.launch.precision)
     return setup

@@ -10,13 +10,17 @@ bitsandbytes' own layer keeps the weights, and only its small tables are copied.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.kernels import ops
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from accelerate import Accelerator
     from torch import nn
 
@@ -51,10 +55,55 @@ def unsupported_reason(base: Any) -> str:
         return f"its 4-bit weight is stored as {tuple(state.shape)}"
     if state.nested and state.state2.blocksize != ops.NESTED:
         return f"its scales are quantized in blocks of {state.state2.blocksize}"
-    # On the CPU, bitsandbytes 0.50.2 itself reads such rows incorrectly
     if base.in_features % state.blocksize:
         return f"its rows of {base.in_features} weights are not whole 4-bit blocks of {state.blocksize}"
     return ""
+
+
+def check_rows(layers: Mapping[str, tuple[int, int]]) -> None:
+    """Check that bitsandbytes reads 4-bit weights correctly on this CPU (exit 3).
+
+    Args:
+        layers: name of a layer -> weights in a row, weights in a block.
+    """
+    wrong = {name: row for name, row in layers.items() if row[0] % row[1] and _misreads(*row)}
+    if wrong:
+        name, (row, block) = next(iter(wrong.items()))
+        raise UserError(
+            Problem(
+                f"bitsandbytes reads the 4-bit weights of {len(wrong)} layers incorrectly on this CPU",
+                "model.quantization",
+                found=f"{name}: rows of {row} weights",
+                why=f"the rows are not whole blocks of {block} weights",
+                fix="use a GPU, or a base model in 16 bits with model.quantization: none",
+                code="hardware",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
+
+
+def rows(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the layers whose 4-bit weights are on the CPU, as `check_rows` takes them."""
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if is_four_bit(layer)}
+    weights = [(name, layer.weight) for name, layer in layers.items() if layer.weight.device.type == "cpu"]
+    states = {name: weight.quant_state for name, weight in weights if weight.quant_state is not None}
+    return {name: (state.shape[-1], state.blocksize) for name, state in states.items()}
+
+
+@cache
+def _misreads(row: int, block: int) -> bool:
+    """Return whether this CPU reads rows differently from the same weights in rows of one block each.
+
+    bitsandbytes 0.50.2 does so with AVX512, if the number of weights in a row is a multiple of 16.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weights = torch.linspace(0, 1, row * block)
+    read = [
+        dequantize_4bit(*quantize_4bit(weights.view(-1, size), blocksize=block, quant_type="nf4"))
+        for size in (row, block)
+    ]
+    return not torch.equal(read[0].flatten(), read[1].flatten())
 
 
 def stored(base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -78,7 +78,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt2") / "model"
     vocabulary = AutoConfig.from_pretrained(MODEL).vocab_size
     torch.manual_seed(0)
-    config = {**CONFIGS["gpt2"], "vocab_size": vocabulary, "n_positions": 1024}
+    config = {**CONFIGS["gpt2"], "n_embd": 64, "vocab_size": vocabulary, "n_positions": 1024}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **config)).save_pretrained(folder)
     for path in MODEL.iterdir():
         if "token" in path.name or path.name == "chat_template.jinja":

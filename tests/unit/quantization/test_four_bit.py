@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,13 @@ from bitsandbytes import functional, nn
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finetune.cli import main
+from finetune.core.errors import UserError
 from finetune.kernels import ops
 from finetune.quantization import four_bit
 from finetune.speed.fused_layers import Fused, unsupported_reason
 from finetune.speed.live_model_spec import decoder_layers
+from support import tiny_models
 from support.four_bit import in_four_bits
 from support.soak import soak_except
 
@@ -113,3 +118,34 @@ def test_what_cannot_be_read_is_left_with_its_reason() -> None:
     other.weight.quant_state = None
     assert "not in bitsandbytes' own layout" in unsupported_reason(other)
     assert unsupported_reason(nn.Linear8bitLt(64, 64)) == "the base model is stored as Linear8bitLt"
+
+
+def test_rows_of_partial_blocks_are_refused_where_the_cpu_reads_them_incorrectly() -> None:
+    """bitsandbytes 0.50.2 does so with AVX512. A GPU reads them correctly."""
+    for row in (32, 64, 72, 96):
+        made = layer(64, row, torch.float32, "nf4", nested=True)
+        weight = functional.dequantize_4bit(made.weight.data, made.weight.quant_state)
+        blocks = made.weight.quant_state
+        blocks.shape = torch.Size([row, 64])
+        is_right = torch.equal(
+            functional.dequantize_4bit(made.weight.data, blocks).flatten(), weight.flatten()
+        )
+        blocks.shape = torch.Size([64, row])
+        found = four_bit.rows(torch.nn.Sequential(made))
+        assert found == {"0": (row, 64)}
+        with nullcontext() if is_right else pytest.raises(UserError, match="of 1 layers incorrectly"):
+            four_bit.check_rows(found)
+
+
+@pytest.mark.parametrize("kind", ["qlora", "model.quantization=fp4"])
+def test_a_model_that_this_cpu_reads_incorrectly_is_named_by_check_and_refused_by_train(
+    kind: str, tmp_path: Path, capsys: Any
+) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**tiny_models.sizes(num_key_value_heads=4)))
+    given = [f"adapter.type={kind}" if "." not in kind else kind]
+    recipe = str(tiny_models.recipe(tmp_path, tiny_models.save(tmp_path / "model", model)))
+    reads = not four_bit._misreads(32, 64)
+    assert main.main(["check", recipe, *given]) == 0
+    assert ("train would stop on this machine" in capsys.readouterr().out) != reads
+    assert main.main(["train", recipe, *given]) == (0 if reads else 3)
+    assert ("incorrectly on this CPU" in capsys.readouterr().err) != reads
