@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -31,6 +31,9 @@ _BITS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 _LAYER = re.compile(r"\.\d+\.")
+_IN_LAYER = re.compile(r"(.*?)\.(0|[1-9][0-9]{0,5})\.(.+)")
+# Modules of layers that predict further tokens (DeepSeek-V3, GLM-4.5). transformers drops them on purpose
+_PREDICTS_MORE = re.compile(r"(.*?\.\d+)\.(eh_proj|enorm|hnorm)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
@@ -91,40 +94,18 @@ def missing_weights(missing: Collection[str]) -> Problem:
     )
 
 
-def check_unused(extra: Iterable[str], modules: Collection[str], parameters: Collection[str]) -> list[str]:
-    """Check that no part of a module and no whole layer is unused, because the model would be another one.
+def check_used(extra: Collection[str], parameters: Collection[str], *, same_names: bool) -> None:
+    """Check that the model has a place for each weight of its decoder layers (exit 2).
+
+    transformers would drop the other weights, so the model would compute something else.
 
     Args:
-        extra: tensors of the files that the model lacks.
-        modules: names of the model's modules.
-        parameters: names of the model's parameters.
-
-    Returns:
-        Unused tensors of other parts, such as a head for rewards, or layers that predict more tokens.
-
-    Raises:
-        UserError: tensors that belong to a module or to further layers of the model (exit 2).
+        extra: the names of tensors in the files.
+        parameters: the names of the model's parameters.
+        same_names: whether the files have the names of the model, or those of its base model. Otherwise only
+            the number of layers is checked.
     """
-    layers: dict[tuple[str, str], list[str]] = {}
-    lost, others = list[str](), list[str]()
-    known = {(name[: one.start()], name[one.end() :]) for name in parameters if (one := _LAYER.search(name))}
-    for name in extra:
-        parent, _, leaf = name.rpartition(".")
-        holder = parent.rpartition(".")[0]
-        found = _LAYER.search(name)
-        is_bias = leaf == "bias" and f"{parent}.weight" in parameters
-        is_module = leaf in ("weight", "bias") and parent not in modules and holder in modules
-        if is_bias or (is_module and found):
-            lost.append(name)
-        elif found and holder not in modules:
-            layers.setdefault((name[: found.start()], found[0]), []).append(name)
-        else:
-            others.append(name)
-    for (place, number), names in layers.items():
-        start = len(place) + len(number)
-        is_usual = all((place, name[start:]) in known for name in names)
-        (lost if is_usual else others).extend(names)
-    if lost:
+    if lost := _without_place(extra, parameters, same_names=same_names):
         raise UserError(
             Problem(
                 f"the model of config.json does not use {len(lost)} weights of the files",
@@ -135,7 +116,39 @@ def check_unused(extra: Iterable[str], modules: Collection[str], parameters: Col
                 code="model-files",
             )
         )
-    return others
+
+
+def _without_place(extra: Collection[str], parameters: Collection[str], *, same_names: bool) -> list[str]:
+    last: dict[str, int] = {}  # name of a list of layers -> number of its last layer
+    for name in parameters:
+        if found := _IN_LAYER.fullmatch(name):
+            last[found[1]] = max(last.get(found[1], 0), int(found[2]))
+    full = {**{layers.partition(".")[2]: layers for layers in last}, **{layers: layers for layers in last}}
+    parents = {name.rsplit(".", 2)[0] for name in parameters}
+    predicts_more = {found[1] for name in extra if (found := _PREDICTS_MORE.match(name))}
+    lost = []
+    for name in extra:
+        found = _IN_LAYER.fullmatch(name)
+        if not found or found[1] not in full:
+            continue
+        layers, number, rest = full[found[1]], found[2], found[3]
+        if int(number) > last[layers]:
+            has_place = f"{found[1]}.{number}" in predicts_more
+        else:
+            has_place = not same_names or _has_place(f"{layers}.{number}.{rest}", parameters, parents)
+        if not has_place:
+            lost.append(name)
+    return lost
+
+
+def _has_place(name: str, parameters: Collection[str], parents: Collection[str]) -> bool:
+    """Return whether a name is a parameter, or that of a buffer, such as GPT-2's old `attn.bias`."""
+    module, _, kind = name.rpartition(".")
+    return (
+        name in parameters
+        or kind not in ("weight", "bias")
+        or (module in parents and f"{module}.weight" not in parameters)
+    )
 
 
 def lacks(stored: Collection[str], names: Names, *, same_names: bool) -> list[str]:

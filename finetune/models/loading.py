@@ -97,12 +97,11 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
 
 def _check_unused(loaded: PreTrainedModel, extra: Collection[str], checks: RunChecks | None) -> None:
     """Check the tensors of the files that transformers did not use, and note those of other parts."""
-    modules = {name for name, _ in loaded.named_modules()}
-    parameters = {name for name, _ in loaded.named_parameters(remove_duplicate=False)}
-    others = checkpoint_headers.check_unused(extra, modules, parameters)
-    if others and checks is not None and not stored_weights.read(loaded.config):
-        shown = ", ".join(sorted(others)[:3])
-        checks.notes.append(f"model.name: the model does not use {len(others)} tensors of the files: {shown}")
+    parameters = {name for name, _ in loaded.named_parameters()}
+    checkpoint_headers.check_used(extra, parameters, same_names=True)
+    if extra and checks is not None and not stored_weights.read(loaded.config):
+        shown = ", ".join(sorted(extra)[:3])
+        checks.notes.append(f"model.name: the model does not use {len(extra)} tensors of the files: {shown}")
 
 
 def _snapshot(model: Model) -> Path:

@@ -29,7 +29,6 @@ from finetune.models import (
     architecture,
     checkpoint_headers,
     generation_config,
-    model_class,
     model_files,
     module_lists,
     router_loss,
@@ -234,9 +233,8 @@ def _model(recipe: Recipe) -> list[str]:
     model_files.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
-        model_class.check(config)
-        generation_config.check(Path(recipe.model.name))
         stored = model_checks.check_stored(recipe, config)
+        generation_config.check(Path(recipe.model.name))
         if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(recipe.model, config))):
             raise UserError(*slow)
         said = [f"model.name: {stored_weights.describe(stored, recipe)}"] if stored else []
@@ -446,12 +444,10 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     listed = module_lists.read(folder / "config.json", config)
     declared = stored_weights.declaration(config)
     stored = checkpoint_headers.check_tensors(folder, declared)
-    same_names = not declared and module_lists.has_names_of_files(listed.names)
-    if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names):
+    same_names = module_lists.has_names_of_files(listed.names)
+    if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names and not declared):
         raise UserError(checkpoint_headers.missing_weights(missing))
-    if same_names:
-        extra = [name for name in stored if name not in listed.names.every_shape]
-        checkpoint_headers.check_unused(extra, listed.names.kinds, listed.names.every_shape)
+    checkpoint_headers.check_used(stored, listed.names.every_shape, same_names=same_names)
     whole = {
         name: four_bit_state.shape_of(name, stored)
         for name, tensor in stored.items()

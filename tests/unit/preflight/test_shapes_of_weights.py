@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
-from finetune.models import loading
+from finetune.models import checkpoint_headers, loading
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import loader
 from support import tiny_models
@@ -103,3 +104,24 @@ def test_tensors_of_other_parts_are_noted(two_layers: Path, tmp_path: Path) -> N
     loading.load(recipe.model, choice_checks.setup_of(recipe), "cpu", checks)
     (note,) = checks.notes
     assert "does not use 3 tensors of the files: model.layers.2.eh_proj.weight" in note
+
+
+def test_layers_of_a_family_without_a_shipped_list_are_counted(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("cohere", **tiny_models.sizes())
+    folder = tiny_models.save(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    recipe = loader.load(tiny_models.recipe(tmp_path, folder))
+    checker.check_without_examples(recipe)
+    with_layers(1)(folder)
+    with pytest.raises(UserError, match="does not use 8 weights of the files"):
+        checker.check_without_examples(recipe)
+
+
+@pytest.mark.parametrize("name", ("attn.bias", "attn.masked_bias", "attn.rotary_emb.inv_freq"))
+def test_buffers_of_old_checkpoints_are_accepted(name: str) -> None:
+    parameters = [
+        f"transformer.h.{layer}.attn.c_attn.{kind}" for layer in "01" for kind in ("weight", "bias")
+    ]
+    stored = [*parameters, f"transformer.h.0.{name}", f"h.1.{name}"]
+    checkpoint_headers.check_used(stored, parameters, same_names=True)
+    with pytest.raises(UserError, match="does not use 1 weights"):
+        checkpoint_headers.check_used([*stored, "h.1.attn.c_proj.bias"], parameters, same_names=True)
