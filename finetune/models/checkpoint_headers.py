@@ -240,6 +240,8 @@ def check_experts(stored: Mapping[str, StoredTensor], names: Names) -> None:
     """
     stacked = {f"{holder}.{name}": names.shapes[f"{holder}.{name}"] for holder, name in names.stacked_experts}
     for name, wanted in stacked.items():
+        if (blocks := stored.get(f"{name}_blocks")) and 2 * prod(blocks.shape) != prod(wanted):
+            raise UserError(_other_shape(1, f"{name}_blocks", blocks.shape, wanted))
         held = stored[name].shape if name in stored else list(wanted)
         if held[:1] != [wanted[0]] or sorted(held) != sorted(wanted):
             raise UserError(_other_shape(1, name, held, wanted))

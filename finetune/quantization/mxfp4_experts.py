@@ -37,7 +37,11 @@ class _Keep(ConversionOps):
         ends = ("_blocks", "_scales")
         found = {end: tensor for key, tensor in input_dict.items() for end in ends if key.endswith(end)}
         blocks, scales = (found[end][0] if isinstance(found[end], list) else found[end] for end in ends)
-        return {name: quantized(blocks, scales, model.get_parameter(name).dtype)}
+        weight = model.get_parameter(name)
+        made = quantized(blocks, scales, weight.dtype)
+        if made.dequantize_by.shape != weight.shape:  # transformers collects these errors and raises another
+            raise ValueError(f"{name} has the shape {made.dequantize_by.shape}, not {weight.shape}")
+        return {name: made}
 
 
 def quantized(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> Any:

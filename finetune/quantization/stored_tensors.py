@@ -63,7 +63,8 @@ def problems(
         tensors: the tensors in the headers of the weight files, by name.
     """
     if stored is None:
-        scales = sorted(name for name in tensors if name.endswith(UNDECLARED))
+        mxfp4 = [name for name in tensors if f"{name.removesuffix('_scales')}_blocks" in tensors]
+        scales = sorted([*mxfp4, *(name for name in tensors if name.endswith(UNDECLARED))])
         what, why = "the weights are quantized, but config.json has no quantization_config", ""
         found = [", ".join(scales[:3])] if scales else []
         if not scales:
@@ -121,8 +122,17 @@ def _faults(
             yield f"{name} has a scale, and the dtype {tensors[name].dtype}"
         elif tensors[scale].dtype not in form.scales:
             yield f"{scale} has the dtype {tensors[scale].dtype}"
+        elif stored.method == "bitsandbytes" and (skip := _skip_of(name, declared)):
+            yield f"{name} is quantized, but llm_int8_skip_modules has {skip}"
         elif method != "4-bit" and not _fits(method, declared, tensors[name], tensors[scale].shape):
             yield f"{scale} has the shape {tensors[scale].shape}, and its weight {tensors[name].shape}"
+
+
+def _skip_of(name: str, declared: Mapping[str, Any]) -> str:
+    """Return the entry for which transformers would load a quantized weight as a plain one; else nothing."""
+    module = name.removesuffix(".weight")
+    skips = declared.get("llm_int8_skip_modules") or ()
+    return next((one for one in skips if f"{module}.".startswith(f"{one}.") or module.endswith(one)), "")
 
 
 def _is_weight(name: str) -> bool:

@@ -162,7 +162,34 @@ def test_later_commands_refuse_it_too(checkpoints: dict[str, Path], tmp_path: Pa
         assert "has no scale" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("storage", ("fp8", "compressed", "int8"))
+@pytest.mark.parametrize("storage", ("nf4", "int8"))
+@pytest.mark.parametrize("skip", ("up_proj", "model.layers.1"))
+def test_quantized_weights_of_modules_that_the_config_skips_are_refused(
+    storage: str, skip: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoints[storage], tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["llm_int8_skip_modules"] = [skip]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="is quantized, but llm_int8_skip_modules has"):
+        headers(folder)
+
+
+@pytest.mark.parametrize("command", ("check", "train"))
+def test_mxfp4_weights_of_fewer_experts_are_refused(
+    command: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
+    def damage(tensors: Tensors) -> None:
+        for name in [*tensors]:
+            if "layers.0.mlp.experts.down_proj_" in name:
+                tensors[name] = tensors[name][:-1].contiguous()
+
+    made = damaged(checkpoints["mxfp4"], tmp_path / "model", damage)
+    assert main.main([command, str(recipe(tmp_path, made))]) == 2
+    assert "[model-files]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("storage", ("fp8", "compressed", "int8", "mxfp4"))
 def test_quantized_weights_that_no_config_declares_are_refused(
     storage: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: Any
 ) -> None:
