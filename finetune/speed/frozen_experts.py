@@ -18,6 +18,7 @@ from finetune.core import upstream_private
 from finetune.kernels import expert_ops as ops
 from finetune.kernels.kernel_limits import FROZEN_EXPERTS, STACKED
 from finetune.quantization import stacked_experts
+from finetune.speed.forward_comparison import allowed_difference
 
 
 class FrozenExperts:
@@ -57,6 +58,14 @@ class FrozenExperts:
     def active(self) -> bool:
         """Return whether the weights are still quantized."""
         return len(self.stored) == len(STACKED)
+
+    def allowed_difference(self) -> float:
+        """Return the largest relative difference from the experts' own forward."""
+        return allowed_difference(self.dtype)
+
+    def fp8_unsupported_reason(self) -> str:
+        """Return why the GEMMs can't run in fp8."""
+        return "the experts have their own gate"
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

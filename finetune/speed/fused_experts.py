@@ -137,6 +137,10 @@ class Experts:
         reasons = [expert_gemms.fp8_unsupported_reason(stored, self.dtype) for stored in self.stored]
         return next(filter(None, reasons), "")
 
+    def allowed_difference(self) -> float:
+        """Return the largest relative difference from the experts' own forward."""
+        return ALLOWED_IN_FP8 if self.fp8 else allowed_difference(self.dtype)
+
     def _keep(self) -> None:
         """Keep the tensors where they are, and copy the adapter's parameters into them."""
         for tensor in (self.first, self.outer, self.inner, self.last, *self.stored[0], *self.stored[1]):
@@ -445,8 +449,7 @@ class FusedExperts:
                 raise
             except Exception as failed:  # such as a kernel that does not fit this GPU
                 reason = f"their fused forward or backward fails here: {' '.join(str(failed).split())[:120]}"
-            in_fp8 = isinstance(one, Experts) and one.fp8
-            if error <= (ALLOWED_IN_FP8 if in_fp8 else allowed_difference(one.dtype)):
+            if error <= one.allowed_difference():
                 self.worst = max(self.worst, error)
                 continue
             self.served.remove(one)
@@ -479,6 +482,8 @@ def install_quantized(model: PreTrainedModel | PeftModel) -> None:
 def choose_fp8(model: nn.Module, fp8_experts: Fp8Experts) -> str:
     """Choose the precision of the GEMMs of quantized experts, after `install_quantized`.
 
+    GEMMs in another precision are compared with the experts' own forward, as in `FusedExperts`.
+
     Args:
         fp8_experts: `speed.fp8_experts`.
 
@@ -486,14 +491,18 @@ def choose_fp8(model: nn.Module, fp8_experts: Fp8Experts) -> str:
         Why some of them can't run in fp8; the empty string if all can.
     """
     found = [vars(module).get("finetune_experts") for module in model.modules()]
-    for one in filter(None, found):
-        if isinstance(one, FrozenExperts):
-            return "the experts have their own gate"
-        one.fp8_experts = fp8_experts
-        one.hold()
-        if reason := one.fp8_unsupported_reason():
-            return reason
-    return "" if any(found) else "the experts are not quantized"
+    quantized = [one for one in found if one is not None and one.quantized]
+    differing = ""
+    for one in quantized:
+        if isinstance(one, Experts) and one.fp8_experts != fp8_experts:
+            was_fp8, before = one.fp8, one.fp8_experts
+            one.fp8_experts = fp8_experts
+            one.hold()
+            if one.fp8 != was_fp8 and not difference(one) <= one.allowed_difference():
+                one.fp8_experts, differing = before, "their fused forward differs from their own"
+                one.hold()
+    reasons = filter(None, (one.fp8_unsupported_reason() for one in quantized))
+    return next(reasons, differing if quantized else "the experts are not quantized")
 
 
 def _refuse_merge(self: Any, *args: object, **kwargs: object) -> Any:

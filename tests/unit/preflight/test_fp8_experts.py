@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core.errors import Exit, UserError
+from finetune.kernels import fp8_expert_ops
 from finetune.models import module_names
 from finetune.planning import planned_machine, planner
 from finetune.preflight import adapter_names, choice_checks
@@ -67,10 +68,10 @@ def test_machines_without_these_gemms_refuse_them() -> None:
             planner.make(recipe, *planned_machine.find(gpu, 1))
 
 
-@pytest.mark.parametrize("storage", ["nf4", "fp8"])
-def test_a_model_on_a_cpu_keeps_its_gemms(storage: str) -> None:
-    """A run on a Hopper GPU is evaluated anywhere."""
-    whole: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SIZES))
+def quantized(storage: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A PEFT model with quantized experts."""
+    torch.manual_seed(0)
+    whole: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SIZES), dtype=dtype)
     for name in stacked_experts.names(whole):
         owner, _, leaf = name.rpartition(".")
         values = stacked_experts.quantize(whole.get_parameter(name).detach(), storage)
@@ -80,8 +81,40 @@ def test_a_model_on_a_cpu_keeps_its_gemms(storage: str) -> None:
         parameters = ["experts.gate_up_proj", "experts.down_proj"]
         model = get_peft_model(whole, LoraConfig(r=4, target_modules=[], target_parameters=parameters))
     fused_experts.install_quantized(model)
-    ids = torch.arange(12)[None]
+    return model
+
+
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+def test_a_model_on_a_cpu_keeps_its_gemms(storage: str) -> None:
+    """A run on a Hopper GPU is evaluated anywhere."""
+    model, ids = quantized(storage), torch.arange(12)[None]
     before = model(input_ids=ids).logits
     assert "float32" in fused_experts.choose_fp8(model, True)
     assert torch.equal(model(input_ids=ids).logits, before)
     assert fused_experts.choose_fp8(torch.nn.Linear(2, 2), "auto") == "the experts are not quantized"
+
+
+def test_gemms_follow_the_recipe_where_a_gpu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators run in plain torch here."""
+    monkeypatch.setattr(fp8_expert_ops, "has_kernel", lambda device: True)
+    ids = torch.arange(12)[None]
+    for storage, alone in (("nf4", False), ("fp8", True)):
+        model = quantized(storage, torch.bfloat16)
+        assert [one.fp8 for one in held(model)] == [alone] * len(held(model))
+        logits = {}
+        for value in (False, True, "auto"):
+            assert not fused_experts.choose_fp8(model, value)
+            logits[value] = model(input_ids=ids).logits.detach().float()
+            in_fp8 = alone if value == "auto" else value
+            assert all(one.fp8 == in_fp8 for one in held(model))
+        assert torch.equal(logits["auto"], logits[alone])
+        apart = float((logits[True] - logits[False]).norm() / logits[False].norm())
+        assert 0 < apart < 0.05
+    monkeypatch.setattr(fused_experts, "ALLOWED_IN_FP8", 1e-6)
+    model = quantized("nf4", torch.bfloat16)
+    assert "differ" in fused_experts.choose_fp8(model, True) and not any(one.fp8 for one in held(model))
+
+
+def held(model: torch.nn.Module) -> list[Any]:
+    found = [vars(module).get("finetune_experts") for module in model.modules()]
+    return [one for one in found if one]
