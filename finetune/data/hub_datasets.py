@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import foreign_yaml, regular_files, strict_json
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.hub import client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,21 +30,39 @@ CARDS = ("README.md", ".huggingface.yaml")
 
 
 def load(
-    name: str, subset: str | None, revision: str | None, *, split: str | None = None, **options: Any
+    name: str,
+    subset: str | None,
+    revision: str | None,
+    *,
+    split: str | None = None,
+    key: str = "data.name",
+    **options: Any,
 ) -> Any:
     """Load one split of a Hub dataset, or all of its splits by name.
 
     Args:
+        key: the key that names the dataset, for errors.
         options: `data_files` and `data_dir` in the repository.
 
     Raises:
-        UserError: the name is not valid, files are outside the repository, or the reader is not allowed (exit
-            2).
-        OSError, ValueError, RuntimeError, DatasetsError: `datasets` cannot load the dataset.
+        UserError: the name is not valid, files are outside the repository, the reader is not allowed, or the
+            dataset has no such subset or split (exit 2). The Hub can't be reached, or gives an odd answer
+            (exit 3).
     """
+    check_name(name)
+    try:
+        return _loaded(name, subset, revision, split, options)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # the Hub's library does not check the types in the Hub's answers
+        raise _not_loaded(" ".join(filter(None, (name, subset, split))), key, error) from error
+
+
+def _loaded(
+    name: str, subset: str | None, revision: str | None, split: str | None, options: dict[str, Any]
+) -> Any:
     import datasets
 
-    check_name(name)
     _check_inside(options, name)
     _check_inside(_configs_of_card(name, revision), name)
     given = {key: value for key, value in options.items() if value is not None}
@@ -62,6 +81,33 @@ def load(
         builder = texts()
     builder.download_and_prepare()
     return builder.as_dataset(split=split)
+
+
+def _not_loaded(title: str, key: str, error: Exception) -> UserError:
+    """Return the error for a Hub dataset that cannot be loaded: network (exit 3) or wrong input (exit 2)."""
+    from datasets.exceptions import DatasetsError
+
+    # The cause of a DatasetGenerationError says which row cannot be read
+    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+    said = " ".join(str(cause).split())[:300]  # the following lines list the choices
+    odd_answer = client.is_odd_answer(error) and not isinstance(error, DatasetsError)
+    if odd_answer or isinstance(cause, (OSError, client.http_error())) or "Couldn't find cache" in said:
+        code, fix = Exit.ENVIRONMENT, "check the name, the revision and the network. Without a network: set"
+        fix += " data.revision to a commit, and run finetune data RECIPE --prepare DIR elsewhere"
+    else:
+        code, fix = Exit.INPUT, "set data.subset and data.split to a subset and a split of the dataset"
+        if "scripts" in said:
+            fix = "data.revision: refs/convert/parquet"
+    return UserError(
+        Problem(
+            "finetune can't load the dataset from the Hub",
+            key,
+            found=f"{title}: {said}",
+            fix=fix,
+            code="hub",
+        ),
+        code=code,
+    )
 
 
 def check_name(name: str, key: str = "data.name", where: str = "") -> None:

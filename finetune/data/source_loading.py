@@ -544,36 +544,7 @@ def _commit(source: Source) -> str:
 
 
 def _hub(source: Source) -> Rows:
-    from datasets.exceptions import DatasetsError
-
-    try:
-        dataset = hub_datasets.load(source.name, source.subset, _commit(source), split=source.split)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        raise _not_loaded(source, error) from error
+    dataset = hub_datasets.load(source.name, source.subset, _commit(source), split=source.split)
     from finetune.data.arrow_values import table_rows
 
     yield from table_rows(dataset.with_format("arrow").iter(batch_size=1000), source.name)
-
-
-def _not_loaded(source: Source, error: Exception) -> UserError:
-    """Return the error for a Hub dataset that cannot be loaded: network (exit 3) or wrong input (exit 2)."""
-    # The cause of a DatasetGenerationError says which row cannot be read
-    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
-    said = " ".join(str(cause).split())[:300]  # the following lines list the choices
-    if isinstance(cause, OSError) or "Couldn't find cache" in said:
-        code, fix = Exit.ENVIRONMENT, "check the name, the revision and the network. Without a network: set"
-        fix += " data.revision to a commit, and run finetune data RECIPE --prepare DIR elsewhere"
-    else:
-        code, fix = Exit.INPUT, "set data.subset and data.split to a subset and a split of the dataset"
-        if "scripts" in said:
-            fix = "data.revision: refs/convert/parquet"
-    return UserError(
-        Problem(
-            "finetune can't load the dataset from the Hub",
-            "data.name",
-            found=f"{hub_name(source)}: {said}",
-            fix=fix,
-            code="hub",
-        ),
-        code=code,
-    )

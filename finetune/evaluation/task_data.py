@@ -329,7 +329,7 @@ def _of_the_hub(name: str, config: str | None, revision: str | None, **options: 
 
     Images are not allowed, because their decoder downloads from addresses.
     """
-    splits = hub_datasets.load(name, config, revision, **options)
+    splits = hub_datasets.load(name, config, revision, key=KEY, **options)
     for split, dataset in splits.items():
         for column, feature in dataset.features.items():
             if not _is_plain(feature):

@@ -392,7 +392,7 @@ def unread(error: Exception, name: str, revision: str) -> Problem:
 
     response, page, status = _response(error), f"{endpoint()}/{name}", _status(error)
     found = masked(next(iter(str(error).strip().splitlines()), ""))
-    if response is None and _is_odd_answer(error):
+    if response is None and is_odd_answer(error):
         what, found, fix = ODD_ANSWER, f"{type(error).__name__}: {found}", "check HF_ENDPOINT"
     elif response is None:
         files = ("config.json", "tokenizer.json", "model.safetensors")
@@ -416,7 +416,7 @@ def unread(error: Exception, name: str, revision: str) -> Problem:
     return _nor_here(problem, name) if status in (None, 404) else problem
 
 
-def _is_odd_answer(error: Exception) -> bool:
+def is_odd_answer(error: Exception) -> bool:
     """Return whether the Hub's library failed on an answer that has another form than the Hub's."""
     return not isinstance(error, (http_error(), OSError, RuntimeError, ValueError))
 
@@ -429,7 +429,7 @@ def _problem(error: Exception, repo: str) -> Problem:
         cause = error.__cause__
         said += f" {type(cause).__name__}: {cause}" if cause else ""
         what, fix = "finetune can't reach the Hub", "check the network and HF_ENDPOINT, and try again"
-        what = ODD_ANSWER if _is_odd_answer(error) else what
+        what = ODD_ANSWER if is_odd_answer(error) else what
         if constants.is_offline_mode():
             what, fix = "the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
         elif isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from finetune.core.errors import UserError
+from finetune.core.errors import Exit, UserError
 from finetune.data import hub_datasets, source_loading
 from finetune.data.examples import Row
+from finetune.evaluation import task_data
 from finetune.recipe.schema import Source
 from support import mutated_imports
 from support.hub_server import Hub
@@ -50,6 +51,26 @@ def test_texts_of_a_csv_that_pandas_takes_for_missing_values_are_texts(
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert [row["input"] for row in read("me/texts")] == texts, "from the cache, without a network"
+
+
+@pytest.mark.parametrize(
+    ("where", "answer"),
+    [
+        ("/tree/", b'{"id": "a"}'),
+        ("/tree/", b"[1]"),
+        ("/resolve/", "cut"),
+        ("HEAD", 308),
+        ("/resolve/", b"<html>"),
+    ],
+)
+def test_odd_answers_and_lost_connections_are_errors_of_the_hub(where, answer, datasets_hub: Hub) -> None:
+    datasets_hub.add("me/plain", **{"README.md": card(data_files="rows.jsonl"), "rows.jsonl": ROW})
+    headers = {"Location": "/x"} if answer == 308 else {}
+    datasets_hub.fail(where, answer, times=99, **headers)
+    for load in (lambda: read("me/plain"), task_data.source({"dataset_path": "me/plain"}, Path("task.yaml"))):
+        with pytest.raises(UserError, match="can't load the dataset from the Hub") as raised:
+            load()
+        assert raised.value.code == Exit.ENVIRONMENT
 
 
 def tar_of_pickles() -> bytes:
