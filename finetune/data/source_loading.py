@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
 from finetune.core.paths import can_be_path, is_utf8, local_path, similar_files
 from finetune.core.regular_files import check_regular
