@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
     from finetune.recipe.schema import Adapter
 
+# Whole embeddings and heads, which PEFT saves if they were resized or adapted
+WHOLE = re.compile(
+    rf"(^|\.)({'|'.join((*EMBEDDINGS, *HEADS))})"
+    r"(\.(base_layer|token_adapter|original_module|modules_to_save))*\.(weight|bias)$"
+)
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -452,13 +457,12 @@ def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
 
     # Otherwise PEFT would ask the Hub whether the embeddings were resized.
     live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    layers = {*EMBEDDINGS, *HEADS}  # PEFT saves whole embeddings that were resized or adapted
     if missing := sorted(live.keys() - set(names)):
         what, found = (
             f"the file lacks {len(missing)} of the adapter's tensors",
             f"no {', '.join(missing[:3])}",
         )
-    elif others := sorted(name for name in set(names) - live.keys() if not layers & {*name.split(".")}):
+    elif others := sorted(name for name in set(names) - live.keys() if not WHOLE.search(name)):
         what, found = f"the file has {len(others)} tensors that the adapter lacks", ", ".join(others[:3])
     else:
         return check_finite(live, source)

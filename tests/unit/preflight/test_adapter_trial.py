@@ -58,6 +58,11 @@ Q_PROJ = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"
 DAMAGES: dict[str, Callable[[Tensors], Tensors]] = {
     "lacks": lambda tensors: {name: one for name, one in tensors.items() if name != Q_PROJ.format(0)},
     "tensors that the adapter lacks": lambda tensors: {**tensors, Q_PROJ.format(99): torch.ones(2, 2)},
+    "has 2 tensors that the adapter lacks": lambda tensors: {
+        **tensors,
+        "base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 4096),
+        "base_model.model.lm_head.lora_A.weight": torch.ones(2, 256),
+    },
     "does not fit": lambda tensors: {**tensors, Q_PROJ.format(0): torch.ones(2, 5)},
     "NaN or Inf": lambda tensors: {
         **tensors,
