@@ -52,6 +52,7 @@ class Validate(TrainerCallback):
         self.best_step = self.times = self.without_better = 0
         self.best_loss = math.nan
         self.weights: dict[str, Any] = {}
+        self.is_trained = False  # a first step of warm-up has the learning rate 0
         self.unsaid: dict[str, float] = {}
 
     @property
@@ -76,6 +77,18 @@ class Validate(TrainerCallback):
         for name, value in state.items():
             setattr(self, name, value)
 
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: torch.optim.Optimizer,
+        **kwargs: object,
+    ) -> None:
+        """Notice the first step that changes weights. Before it, the base model would be the best."""
+        self.is_trained |= any(group["lr"] > 0 for group in optimizer.param_groups)
+
     def on_step_end(
         self,
         args: TrainingArguments,
@@ -98,7 +111,7 @@ class Validate(TrainerCallback):
         better = first or (
             self.best is not None and (value > self.best if self.higher else value < self.best)
         )
-        if step >= self.not_before:
+        if self.is_trained and step >= self.not_before:
             self.without_better = 0 if better else self.without_better + 1
             if better:
                 self.best, self.best_step, self.best_loss = value, step, scores["eval_loss"]

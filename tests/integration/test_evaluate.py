@@ -199,6 +199,18 @@ def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_la
     assert [line["step"] for line in metrics(run) if "loss" in line][-1] == best + 4
 
 
+def test_weights_before_the_first_update_are_not_the_best(train, two_layers) -> None:
+    """The first step of warm-up has the learning rate 0, and all later steps make the model worse."""
+    given = [f"model.name={two_layers}", "train.learning_rate=0.3", "train.warmup_steps=2"]
+    run = train(
+        *given, "train.max_steps=4", "eval.eval_steps=1", "eval.generate=false", "eval.forgetting=false"
+    )
+    losses = [line["eval_loss"] for line in metrics(run) if "eval_loss" in line]
+    best = losses.index(min(losses[1:])) + 1
+    assert losses[0] < min(losses[1:])
+    assert run_checks(run)["best weights saved"]["expected"].startswith(f"step {best},")
+
+
 def test_evaluating_does_not_change_the_training(train, two_layers, task_files) -> None:
     asked = [f"model.name={two_layers}", "train.max_steps=4", "adapter.lora_dropout=0.1"]
     plain = train(*asked, name="plain")
