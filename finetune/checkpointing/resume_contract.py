@@ -161,8 +161,7 @@ def compare(
         )
         if {key for key, *_ in wrong} <= {*TOKEN_IDS}:
             same = f"install the versions that wrote the checkpoint ({_versions(then)})"
-        if all(key.startswith(CONFIG) for key, *_ in wrong):
-            same = _restore_base(then)
+        of_base = all(key.startswith(CONFIG) for key, *_ in wrong)
         raise UserError(
             Problem(
                 what,
@@ -170,7 +169,7 @@ def compare(
                 found=head,
                 why="the result would differ from a run without a stop",
                 code="resume-mismatch",
-                fix=f"{same}, {ANEW}",
+                fix=_restore_base(then) if of_base else f"{same}, {ANEW}",
                 more="\n".join(table),
             ),
             code=Exit.ARTIFACT,

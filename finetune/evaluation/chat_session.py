@@ -108,7 +108,7 @@ def run(
         for note in (
             *reopen.storage_note(recipe),
             *tokenizer_setup.foreign_template(recipe.model, tokenizer),
-            *base_identity.notes(recipe.model, folder.found("environment.json").get("base_model")),
+            *base_identity.notes(recipe.model, folder),
         ):
             console.print(visible(f"note: {note}"), markup=False, emoji=False)
         if sys.stdin.isatty():

@@ -231,7 +231,7 @@ def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, An
         return [f"this evaluation stores the base model in {now}, but {was}"]
     overrides_model = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     if not overrides_model:
-        return base_identity.notes(recipe.model, folder.found("environment.json").get("base_model"))
+        return base_identity.notes(recipe.model, folder)
     earlier = folder.found("eval.json")
     if validation_set.overridden(recipe) or _same_base(earlier, result) is not False:
         return []

@@ -31,7 +31,6 @@ from finetune.export import (
 )
 from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import Expected
-from finetune.models import base_identity
 
 REPORT = "export.json"
 
@@ -82,8 +81,8 @@ def run(
     part = "adapter" if adapter else kind
     where, start = opened.output
     target = merging.free_target(where, f"{start}-{to}-{part}", output)
-    left = [*opened.notes, *merged_files.note_interrupted(target, "export")]
-    left += base_identity.notes(recipe.model, folder.found("environment.json").get("base_model"))
+    left = [*opened.notes, *plain_base.changes(folder, recipe)]
+    left += merged_files.note_interrupted(target, "export")
     tokenizer = export_source.tokenizer_of(opened, recipe)
     texts = serving_check.texts_of(opened, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)

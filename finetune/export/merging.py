@@ -20,7 +20,6 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import free_name, writing
 from finetune.evaluation import reopen, scoring, validation_set
 from finetune.export import merged_files, plain_base, shared_weights, verify_merge
-from finetune.models import base_identity
 from finetune.quantization import qat
 from finetune.run_folder import run_folder
 
@@ -76,8 +75,7 @@ def run(
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
     trained_for, plain = recipe.speed.qat, plain_base.unrounded(recipe)
     report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
-    left = merged_files.note_interrupted(target, "merge")
-    left += base_identity.notes(recipe.model, folder.found("environment.json").get("base_model"))
+    left = [*plain_base.changes(folder, recipe), *merged_files.note_interrupted(target, "merge")]
     with staging(target) as (whole, packed), located(folder, packed.parent, target):
         # Apply the rounding of QAT if the weights will be stored in that format
         opened_recipe = recipe if quantized else plain

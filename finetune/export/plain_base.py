@@ -16,9 +16,15 @@ from finetune.core import run_checks
 from finetune.core.errors import Problem, UserError
 from finetune.evaluation import reopen
 from finetune.export import verify_merge
-from finetune.models import loading, model_files
+from finetune.models import base_identity, loading, model_files
 from finetune.quantization import stored_weights
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.run_folder import RunFolder
+
+
+def changes(folder: RunFolder, recipe: Recipe) -> list[str]:
+    """Return a note if the base model has changed since the run."""
+    return base_identity.notes(recipe.model, folder)
 
 
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:

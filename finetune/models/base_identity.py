@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import regular_files, verified_files
@@ -11,6 +10,7 @@ from finetune.models import model_files, usual_configs
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model
+    from finetune.run_folder.run_folder import RunFolder
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -19,16 +19,17 @@ def describe(model: Model) -> dict[str, Any]:
     The hash is of samples, so that large files take milliseconds. A few changed bytes may be between them.
     """
     path = model_files.small_file(model, "config.json")
-    if path is None:
-        return {}
-    files = find_weight_files(path.parent, "model.name")
-    weights = {file.name: verified_files.sample(file) for file in files}
-    return {"config": config_values(path), "weights": weights}
+    files = find_weight_files(path.parent, "model.name") if path else []
+    return {
+        "config": config_values(model),
+        "weights": {file.name: verified_files.sample(file) for file in files},
+    }
 
 
-def config_values(path: Path) -> dict[str, Any]:
-    """Return the values in a config.json that can change what the model computes."""
-    raw = regular_files.read_json(path, "model.name")
+def config_values(model: Model) -> dict[str, Any]:
+    """Return the values in a model's config.json that can change what it computes."""
+    path = model_files.small_file(model, "config.json")
+    raw = regular_files.read_json(path, "model.name") if path else {}
     words = raw.get("vocab_size") or 0
     return {
         key: value
@@ -37,8 +38,9 @@ def config_values(path: Path) -> dict[str, Any]:
     }
 
 
-def notes(model: Model, recorded: dict[str, Any] | None) -> list[str]:
-    """Return a note if a base model differs from what `describe` returned when the run started."""
+def notes(model: Model, run: RunFolder) -> list[str]:
+    """Return a note if the base model of a run differs from what `describe` returned when the run started."""
+    recorded = run.found("environment.json").get("base_model")
     if not recorded:
         return []
     now, differing = describe(model), list[str]()

@@ -13,7 +13,7 @@ from finetune.checkpointing import resume_contract, training_state
 from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, launch_environment
-from finetune.models import base_identity, fingerprint, model_files
+from finetune.models import base_identity, fingerprint
 from finetune.recipe.schema import Model, Recipe
 from finetune.training import resolved_recipe
 from finetune.training.run_context import RunData
@@ -84,8 +84,7 @@ def contract_of(
 
 def _config_facts(model: Model) -> dict[str, Any]:
     """Return the values in the base model's config.json that can change what the model computes."""
-    path = model_files.small_file(model, "config.json")
-    values = base_identity.config_values(path) if path else {}
+    values = base_identity.config_values(model)
     return {f"{resume_contract.CONFIG}{key}": value for key, value in values.items()}
 
 
