@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Iterator
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path, PurePosixPath
 
 from finetune.core.errors import Problem, UserError
 
+MOST_PARTS = 100  # of a pattern
 MOST_ENTRIES = 20_000  # files and folders that one search looks at
 
 
@@ -75,7 +76,23 @@ def match_paths(pattern: str, base: Path, key: str = "data.name") -> list[Path]:
     """
     paths, search = [base], Search(key)
     parts = PurePosixPath(pattern).parts
-    for part in (*parts, "*") if parts[-1:] == ("**",) else parts:
+    if len(parts) > MOST_PARTS:
+        raise UserError(
+            Problem(
+                "the pattern has too many parts",
+                key,
+                found=f"{len(parts):,}",
+                expected=f"at most {MOST_PARTS}",
+                fix="name the folder of the data",
+                code="data-size",
+            )
+        )
+    # Parts without a wildcard are one step, so that the number of steps does not multiply the matches
+    steps = list[str]()
+    for literal, group in groupby(parts, lambda part: not any(mark in part for mark in "*?[")):
+        names = list(group)
+        steps += [str(PurePosixPath(*names))] if literal else names
+    for part in (*steps, "*") if parts[-1:] == ("**",) else steps:
         search.seen.clear()
         paths = [match for place in paths for match in _matches(place, part, search)]
     return sorted(dict.fromkeys(paths))

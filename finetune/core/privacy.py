@@ -43,7 +43,8 @@ _KEYS = (  # with the prefix of each service
     r"hooks\.slack\.com/services/[A-Za-z0-9/]{20,}",
     r"AIza[A-Za-z0-9_-]{35}",
     r"ya29\.[A-Za-z0-9_-]{20,}",
-    r"eyJ[A-Za-z0-9_-]{6,}\.eyJ[A-Za-z0-9_-]{6,}(?:\.[A-Za-z0-9_-]*)?",  # a JSON web token
+    # A JSON web token. `(?!eyJ)` keeps the search linear, because each eyJ after `-` or `_` begins a match
+    r"eyJ(?:[A-Za-z0-9]|[_-](?!eyJ)){6,}\.eyJ[A-Za-z0-9_-]{6,}(?:\.[A-Za-z0-9_-]*)?",
     r"wandb_v1_[A-Za-z0-9_-]{20,}",
     r"npm_[A-Za-z0-9]{36}",
     r"pypi-[A-Za-z0-9_-]{50,}",

@@ -117,7 +117,9 @@ def read_json(path: Path, key: str = "") -> Any:
         ValueError: the text is not JSON, or it is nested too deeply.
     """
     try:
-        content = json.loads(read_text(path, key))
+        text = read_text(path, key)
+        strict_json.check_size(text)
+        content = json.loads(text)
         strict_json.check_depth(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None

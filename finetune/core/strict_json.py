@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+MOST_PARTS = 5_000_000  # brackets, braces and commas of a file; the tokenizer of Gemma has 2,300,000
 DEEPEST = 40  # nested lists and objects of a file
 SPELT = ("nan", "inf", "-inf")
 # parts of eval.json that hold numbers
@@ -23,6 +24,17 @@ def spelt(value: object) -> Any:
     if isinstance(value, dict):
         return {key: spelt(part) for key, part in value.items()}
     return [spelt(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_size(text: str | bytes, most: int = MOST_PARTS) -> None:
+    """Refuse JSON with so many values that they would fill the memory, before it is parsed.
+
+    Raises:
+        ValueError: it has.
+    """
+    marks = (b"[", b"{", b",") if isinstance(text, bytes) else ("[", "{", ",")
+    if (count := sum(text.count(mark) for mark in marks)) > most:  # pyright: ignore[reportArgumentType]
+        raise ValueError(f"about {count:,} values, and {most:,} are allowed")
 
 
 def check_depth(value: object, levels: int = DEEPEST) -> None:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune.core import config_values, quantization_values, regular_files, safe_files
+from finetune.core import config_values, quantization_values, regular_files, safe_files, strict_json
 from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -458,6 +458,18 @@ def _tokens_by_name(path: Path, key: str) -> Iterator[Problem]:
 def _tokenizer(path: Path, key: str) -> Iterator[Problem]:
     """Count the added tokens without a slow parse of the file. Each of them is an object."""
     text = path.read_bytes()
+    try:
+        strict_json.check_size(text)
+    except ValueError as error:
+        yield Problem(
+            "the tokenizer's file has too many values",
+            key,
+            where=str(path),
+            found=str(error),
+            fix=DOWNLOAD_AGAIN,
+            code="unsafe-file",
+        )
+        return
     yield from _too_many_tokens(text.count(b"{"), path, key)
     yield from _too_long_tokens(_added(text.decode(errors="replace")), path, key)
 

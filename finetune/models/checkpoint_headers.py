@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from finetune.core import strict_json
 from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.core.weight_files import DOWNLOAD, find_weight_files
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_DIMENSIONS = 16
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
+MOST_PARTS = 2_000_000  # of a header, which has 8 for each tensor
 LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
 # Bits per value, by dtype names of the safetensors format
 _BITS = {
@@ -313,7 +315,9 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"its header would be {length:,} bytes, the file is {size:,}")
         if length > LARGEST_HEADER:
             raise ValueError(f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}")
-        header = json.loads(file.read(length))
+        text = file.read(length)
+        strict_json.check_size(text, MOST_PARTS)
+        header = json.loads(text)
         states = _states(file, header, 8 + length)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in entries.items():

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from transformers import TrainerState
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.02 s
+SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.1 s
+LONG_RUN = 20_000  # characters
 MOST_STEPS, MOST_PATTERNS, LONGEST_PATTERN = 50, 50, 10_000
 MOST_GROWTH = 100  # characters that one character may become
 MOST_ADDED = 1000  # tokens in addition to those of the text
@@ -121,6 +122,10 @@ def _check_model(backend: Tokenizer, name: str) -> None:
     if isinstance(model, models.WordPiece) and (most := model.max_input_chars_per_word) > LONGEST_WORD:
         expected = f"max_input_chars_per_word: at most {LONGEST_WORD:,}"
         raise _refused("takes too long for long words", name, f"{most:,}", expected)
+    affixes = (getattr(model, name, None) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    if (longest := max(map(len, filter(None, affixes)), default=0)) > LONGEST_PIECE:
+        expected = f"at most {LONGEST_PIECE} characters"
+        raise _refused("marks parts of words with a text that is too long", name, f"{longest:,}", expected)
     if isinstance(model, models.BPE) and model.dropout:
         raise UserError(
             Problem(
@@ -204,6 +209,8 @@ def _find_slow(patterns: tuple[str, ...]) -> int | None:
     """
     ends = ("", "!", "\n" + string.punctuation + "".join(patterns)[:1000])
     texts = [run * (length // len(run)) + end for run in _RUNS for length in (30, 2000) for end in ends]
+    # The time of some patterns grows with the square of the length
+    texts += [run * (LONG_RUN // len(run)) + ends[-1] for run in _RUNS]
     ended = subprocess.run(
         [sys.executable, "-I", "-c", _TRY],
         input=json.dumps([patterns, texts, SECONDS]),

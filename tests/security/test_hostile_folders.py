@@ -110,6 +110,15 @@ def test_pattern_over_too_many_entries_is_refused(pattern: str, tmp_path, comman
     assert not ended.wrong and ended.code == 2, ended
 
 
+def test_pattern_with_many_parts_is_refused_or_followed_once_for_each_match(tmp_path, commands) -> None:
+    for number in range(3000):
+        (tmp_path / "d" / str(number)).mkdir(parents=True)
+    for parts in (40, 650):
+        name = f"{tmp_path}/d/*/{'../0/' * parts}x.jsonl"
+        ended = commands.run("check", str(QUICKSTART), f"data.name={name}")
+        assert not ended.wrong and ended.code == 2, ended
+
+
 FOLDERS = ("/", "/proc", "/sys", "/**/*.jsonl", "/dev")
 OF_THE_SYSTEM = [(key, name) for key in ("data.name", "data.validation") for name in FOLDERS]
 

@@ -576,6 +576,23 @@ def test_safetensors_with_a_lying_header_are_refused(
     assert "is not a safetensors file" in ended.said
 
 
+MANY_VALUES = {
+    "model.safetensors": b'{"__metadata__":{},"x":',
+    "tokenizer.json": b'{"added_tokens":',
+    "model.safetensors.index.json": b'{"weight_map":{},"x":',
+}
+
+
+@pytest.mark.parametrize("name", MANY_VALUES)
+def test_json_of_too_many_values_is_refused(name: str, tmp_path, commands) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    content = MANY_VALUES[name] + b"[" + b"[]," * 15_000_000 + b"[]]}"
+    size = len(content).to_bytes(8, "little") if name == "model.safetensors" else b""
+    (folder / name).write_bytes(size + content)
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert not ended.wrong and ended.code == 2 and "values" in ended.said, ended
+
+
 PLAIN = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 
 

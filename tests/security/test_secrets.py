@@ -13,6 +13,7 @@ import shutil
 import string
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote, quote_plus
@@ -258,6 +259,15 @@ def test_password_of_an_address_is_in_no_message(command: str, capsys) -> None:
     assert main.main([*command.split(), "https://user:canary-pw@example.org/x"]) == 2
     said = "".join(capsys.readouterr())
     assert "canary-pw" not in said and "https:/" in said
+
+
+@pytest.mark.parametrize(
+    "text", ("-eyJaaaaaa", "-eyJaaaaaa.eyJ", "_eyJ", "eyJaaaaaa.eyJaaaaaa.", "-sk-", ":/a:b")
+)
+def test_search_for_secrets_takes_linear_time(text: str) -> None:
+    started = time.process_time()
+    privacy.find_secrets(text * 100_000, [])
+    assert time.process_time() - started < 3
 
 
 @pytest.mark.parametrize("text", READABLE)

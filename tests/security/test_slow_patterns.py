@@ -159,6 +159,7 @@ def unigram(length: int, unknown: int | None = 0) -> dict[str, Any]:
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "endless split": split("(.|.)+#|a"),
     "slow split": split("(a|a)+#|."),
+    "split whose time grows with the square of the length": split("a+#|."),
     "slow split of words": split(r"(\w+)+#"),
     "slow replacement": {"normalizer": replace({"Regex": r"(\s|\s)+zz"}, "")},
     "slow decoder": {"decoder": replace({"Regex": "(a|a)+#"}, "")},
@@ -191,6 +192,15 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
             unk_token="a",
             continuing_subword_prefix="##",
             max_input_chars_per_word=10**9,
+            vocab=VOCABULARY,
+        )
+    },
+    "a long mark of parts of words": {
+        "model": step(
+            "WordPiece",
+            unk_token="a",
+            continuing_subword_prefix="#" * 1_000_000,
+            max_input_chars_per_word=100,
             vocab=VOCABULARY,
         )
     },
@@ -286,12 +296,17 @@ def test_long_added_tokens_are_refused(name: str, entries: Any, is_escaped: bool
 
 
 def test_usual_patterns_of_tokenizers_are_not_slow() -> None:
-    words = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{Lm}]+(?i:'s|'t|'re)?|\p{N}{1,3}"
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    ends = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    first = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{first}{upper}*{lower}+{ends}|{first}{upper}+{lower}*{ends}|\p{{N}}{{1,3}}"
     usual = [
         *tokenizer_limits._KNOWN,
         r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
         rf"{words}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # GPT-4o
         "[一-龥]+",  # DeepSeek
+        r"[!-/:-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
     ]
     assert tokenizer_limits._find_slow(tuple(usual)) is None
 
