@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import regular_files, verified_files
+from finetune.core.paths import local_path
 from finetune.core.weight_files import find_weight_files
+from finetune.hub import client
 from finetune.models import model_files, usual_configs
 
 if TYPE_CHECKING:
@@ -17,13 +22,23 @@ def describe(model: Model) -> dict[str, Any]:
     """Return the values of config.json that change what a model computes, and a hash of each weight file.
 
     The hash is of samples, so that large files take milliseconds. A few changed bytes may be between them.
+    Empty for a model on the Hub, which its commit identifies.
     """
-    path = model_files.small_file(model, "config.json")
-    files = find_weight_files(path.parent, "model.name") if path else []
+    if not local_path(model.name):
+        return {}
+    files = find_weight_files(Path(model.name), "model.name")
     return {
         "config": config_values(model),
         "weights": {file.name: verified_files.sample(file) for file in files},
     }
+
+
+def digest(model: Model) -> str:
+    """Return a hash of `describe` and of the files of the tokenizer; empty for a model on the Hub."""
+    base = describe(model)
+    files = [path for path in model_files.tokenizer_files(model) if path.name != "config.json"]
+    tokenizer = {str(path.relative_to(model.name)): client.sha256(path) for path in files if base}
+    return hashlib.sha256(json.dumps([base, tokenizer]).encode()).hexdigest() if base else ""
 
 
 def config_values(model: Model) -> dict[str, Any]:
@@ -40,10 +55,10 @@ def config_values(model: Model) -> dict[str, Any]:
 
 def notes(model: Model, run: RunFolder) -> list[str]:
     """Return a note if the base model of a run differs from what `describe` returned when the run started."""
-    recorded = run.found("environment.json").get("base_model")
-    if not recorded:
+    recorded, now = run.found("environment.json").get("base_model"), describe(model)
+    if not recorded or not now:
         return []
-    now, differing = describe(model), list[str]()
+    differing = list[str]()
     for part, where in (("config", " in config.json"), ("weights", "")):
         then, today = recorded.get(part, {}), now.get(part, {})
         keys = sorted(then.keys() | today.keys())

@@ -29,7 +29,7 @@ from finetune.recipe import loader
 from finetune.reporting import plots
 from finetune.run_folder.run_folder import RunFolder
 from support import tables
-from support.paths import QUICKSTART, ROOT
+from support.paths import MODEL, QUICKSTART, ROOT
 from support.printed_commands import assert_commands_run
 from support.runs import show_progress_at_once
 from support.scripts import module_of
@@ -256,18 +256,22 @@ def test_results_of_another_recipe_of_that_name_are_not_replaced(climbed: Climbe
     assert {path: path.read_bytes() for path in copy.iterdir()} == before
 
 
-def test_a_run_is_of_its_data_s_content(tmp_path, small) -> None:
+def test_a_run_is_of_the_content_of_its_data_and_its_base_model(tmp_path, small) -> None:
     """Not of their names alone: a file that was changed is another run's."""
     files = [tmp_path / f"{name}.jsonl" for name in ("train", "test")]
     for file, given in zip(files, small, strict=True):
         shutil.copy(given.partition("=")[2], file)
-    words = [f"data.name={files[0]}", f"data.validation={files[1]}"]
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    words = [f"data.name={files[0]}", f"data.validation={files[1]}", f"model.name={model}"]
     job = measured_run.RunCommand(str(QUICKSTART), words, tmp_path / "run")
     found = [measured_run.identity(job)]
-    for file in files:
-        file.write_text(file.read_text().replace("a", "b", 1))
+    for file in (*files, model / "tokenizer.json", model / "model.safetensors", model / "config.json"):
+        was, now = (b"1e-06", b"1e-05") if file.name == "config.json" else (b"a", b"b")
+        content = file.read_bytes()
+        assert was in content
+        file.write_bytes(now.join(content.rsplit(was, 1)))
         found.append(measured_run.identity(job))
-    assert len({*found}) == 3 and measured_run.identity(job) == found[-1]
+    assert len({*found}) == 6 and measured_run.identity(job) == found[-1]
 
 
 def test_a_run_that_failed_is_made_again_and_a_finished_one_is_not(tmp_path, monkeypatch) -> None:

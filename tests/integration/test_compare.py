@@ -112,7 +112,7 @@ def test_what_is_finished_is_kept_and_the_rest_made_again(done, run, impatient) 
 
 def test_a_run_of_another_recipe_is_not_kept(done, run) -> None:
     said = run(done, "--adapters", "lora", "--seeds", "1", "eval.samples=1")
-    assert "lora-seed42: the earlier run has another recipe or other data; finetune moved it to" in said
+    assert "lora-seed42: the earlier run has another recipe, base model or data; finetune moved it to" in said
     assert [row["run"] for row in found(done)["runs"]] == ["lora-seed42"]
 
 

@@ -154,6 +154,8 @@ def test_a_study_is_not_gone_on_with_by_another_recipe(study) -> None:
             sweep_study.hold(begun, study, own | {"train.max_steps": "5"})
         with pytest.raises(UserError, match="other values of rows of the data"):
             sweep_study.hold(begun, study, own | {"rows of the data": "0" * len(own["rows of the data"])})
+        with pytest.raises(UserError, match="other values of the files of the base model"):
+            sweep_study.hold(begun, study, own | {"the files of the base model": "0" * 64})
     said = str(raised.value)
     assert (
         "holds an experiment with other values of train.max_steps" in said and raised.value.code == Exit.INPUT

@@ -16,6 +16,7 @@ from typing import Any
 from finetune.core import progress, safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.experiments.runner import varied_keys
+from finetune.models import base_identity
 from finetune.recipe.schema import Recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -58,7 +59,8 @@ def identity(recipe: Recipe, data: list[str], *launch: object) -> str:
     """
     values = recipe.model_dump(mode="json", exclude_none=True, exclude={"publish": True})
     values["train"].pop("output_dir", None)
-    return hashlib.sha256(json.dumps([values, *launch, data], sort_keys=True).encode()).hexdigest()
+    content = [values, *launch, data, base_identity.digest(recipe.model)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:
@@ -78,7 +80,7 @@ def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:
     found = folder.read(mark, "mark") if finished else {}
     if finished and found["identity"] == own and not found.get("failed"):  # a failed run is tried again
         return None
-    why = "failed" if found.get("failed") else "has another recipe or other data"
+    why = "failed" if found.get("failed") else "has another recipe, base model or data"
     return f"the earlier run {why if finished else 'is not finished'}; finetune moved it to {set_aside(path)}"
 
 

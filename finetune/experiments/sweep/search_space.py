@@ -21,12 +21,14 @@ from finetune.autoconfig.batch_size import count_steps, split_batch, steps_betwe
 from finetune.core import paths, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest, raise_if_any
 from finetune.experiments.runner import varied_keys
+from finetune.models import base_identity
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.recipe_errors import Where
 from finetune.recipe.schema import Recipe, Section
 
 TYPE = "adapter.type"
-ROWS = "rows of the data"  # key of the training data's digest in a study's identity
+# Keys of digests in a study's identity
+ROWS, BASE = "rows of the data", "the files of the base model"
 REFUSED = {  # keys and sections that a search cannot vary
     **varied_keys.FIXED,
     "speed.compile": "trials don't compile, and the final run uses the recipe's value",
@@ -424,6 +426,8 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
         content: a digest of the training data.
     """
     found = varied_keys.values_of(recipe) | ({ROWS: content} if content else {})
+    if base := base_identity.digest(recipe.model):
+        found[BASE] = base
     for key, one in space.parameters.items():
         found[f"space.{key}"] = varied_keys.text_of(one.model_dump(exclude_defaults=True))
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}
