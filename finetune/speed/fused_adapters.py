@@ -36,7 +36,7 @@ def apply(model: PeftModel) -> PeftModel:
     Raises:
         UserError: the model has no adapter, or no adapter that can be fused.
     """
-    if not hasattr(model, "peft_config"):
+    if not getattr(model, "peft_config", None):
         raise UserError(
             Problem(
                 "the model has no adapter",

@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.import_utils import is_bnb_4bit_available
@@ -285,10 +285,11 @@ def unsupported_reason(layer: Any) -> str:
         return ""
     if len(layer.active_adapters) != 1:
         return "it has several adapters"
+    name, adapter = layer.active_adapters[0], cast("Any", layer)
+    if name not in (adapter.ia3_l if isinstance(layer, IA3Layer) else adapter.r):
+        return f"it has no weights of the active adapter {name}"
     if isinstance(layer, IA3Layer):
         return "IA3 also scales the bias" if base.bias is not None else ""
-    name = layer.active_adapters[0]
-    adapter: Any = layer
     rank = adapter.r[name]
     if rank > MAX_RANK:
         return f"rank {rank} is larger than {MAX_RANK}"
@@ -325,7 +326,8 @@ def _entered(layer: nn.Module) -> bool:
 
 
 def _dropout(layer: LoraLayer) -> bool:
-    return isinstance(layer.lora_dropout[layer.active_adapters[0]], nn.Dropout)
+    dropouts: Any = layer.lora_dropout  # an adapter of other layers has none here
+    return any(isinstance(dropouts[name], nn.Dropout) for name in layer.active_adapters if name in dropouts)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,19 @@ def test_apply_twice_fuses_an_adapter_that_came_later() -> None:
     assert abs(float(fused_loss - loss)) < 1e-10 and worst(fused_gradients, gradients) < 1e-10
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["gate_proj", "up_proj"], ["down_proj"]])
+def test_apply_leaves_layers_without_the_active_adapter_to_peft(targets: list[str], caplog) -> None:
+    caplog.set_level(logging.INFO, logger="finetune")
+    model: Any = adapted(ranked(), dtype=torch.float64)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    model.set_adapter("second")
+    loss, gradients = step(model)
+    finetune.speed.apply(model)
+    fused_loss, fused_gradients = step(model)
+    assert abs(float(fused_loss - loss)) < 1e-10 and worst(fused_gradients, gradients) < 1e-10
+    assert "it has no weights of the active adapter second" in caplog.text
+
+
 def test_apply_logs_what_it_fused_and_what_stays_pefts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="finetune")
     finetune.speed.apply(adapted(ranked(), dtype=torch.float64))
@@ -109,6 +122,10 @@ def test_apply_logs_what_it_fused_and_what_stays_pefts(caplog: pytest.LogCapture
 
 def test_apply_without_an_adapter_is_a_user_error() -> None:
     base: Any = AutoModelForCausalLM.from_pretrained(MODEL)
+    deleted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(MODEL), LoraConfig())
+    deleted.delete_adapter("default")
+    with pytest.raises(UserError, match="the model has no adapter"):
+        finetune.speed.apply(deleted)
     with pytest.raises(UserError, match="the model has no adapter"):
         finetune.speed.apply(base)
 
