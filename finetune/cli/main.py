@@ -65,6 +65,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if given is None:  # this process runs only the command, so uncaught errors are masked too
         sys.excepthook = privacy.excepthook
         standard_streams.allow_closing()
+        interrupt.note()
     words = list(sys.argv[1:] if given is None else given)
     try:
         if given is None:
@@ -115,11 +116,11 @@ def guarded(command: Callable[[argparse.Namespace], object], options: argparse.N
     except (Exception, KeyboardInterrupt) as error:  # the last resort: print a message instead of a traceback
         if options.debug:
             privacy.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            standard_streams.say(interrupt.MESSAGE, error=True)
-            return Outcome(interrupt.CODE)
         if isinstance(error, UserError):
             return failed(error)
+        if isinstance(error, KeyboardInterrupt) or interrupt.heard():
+            standard_streams.say(interrupt.MESSAGE, error=True)
+            return Outcome(interrupt.CODE)
         if problem := launch_environment.lost(error):
             return failed(UserError(problem, code=Exit.TRAINING))
         return failed(errors.explain(error, f"ran `finetune {arguments.command_name(command)}`"))

@@ -13,9 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from finetune.core.errors import Exit
 
+Result = TypeVar("Result")
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Seconds in which a second signal counts as the first one. Launchers send a signal on to processes that have
 # received it already.
@@ -27,6 +29,29 @@ def end_with_parent() -> None:
     """Send this process SIGTERM when its parent process ends for any reason, even by SIGKILL. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def in_new_process(function: Callable[..., Result], *arguments: object) -> Result:
+    """Call a function in a new process, and return its result or raise its exception.
+
+    Ctrl-C ends the process without a traceback, also while it imports the function's module.
+    """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_at_interrupt) as pool:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            called = pool.submit(function, *arguments)  # the new process starts with the signal blocked
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return called.result()
+
+
+def _end_at_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.core import signals
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.experiments.runner.varied_keys import text_of
@@ -71,8 +70,7 @@ def prepare(requested: SweepRequest) -> tuple[Recipe, Looked]:
     )
     comparable(recipe)
     try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(_look, requested.path, requested.overrides, space, bool(wrong)).result()
+        found = signals.in_new_process(_look, requested.path, requested.overrides, space, bool(wrong))
     except UserError as error:
         raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
     raise_if_any(wrong)

@@ -513,6 +513,24 @@ def test_ctrl_c_during_the_first_imports_prints_no_traceback(name: str) -> None:
     assert done.stderr == "interrupted before it was done\n"
 
 
+LOSES_CTRL_C = """
+import argparse, os, signal, sys
+from finetune.cli import interrupt, main
+def loses(options):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("cannot load module more than once per process") from None
+interrupt.note()
+sys.exit(main.guarded(loses, argparse.Namespace(debug=False)).code)
+"""
+
+
+def test_ctrl_c_that_a_library_turns_into_another_error_is_still_an_interrupt() -> None:
+    done = subprocess.run([sys.executable, "-c", LOSES_CTRL_C], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted before it was done\n")
+
+
 def test_guarded_exception_of_finetune_itself_is_called_a_bug(capsys) -> None:
     def fails(options: argparse.Namespace) -> None:
         errors.nearest("a", 1)  # pyright: ignore[reportArgumentType] (a bug)
