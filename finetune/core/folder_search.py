@@ -19,10 +19,11 @@ class Search:
 
     Args:
         key: of the recipe, for errors.
+        most: files and folders that the search may look at, with one for each pattern.
     """
 
-    def __init__(self, key: str) -> None:
-        self.key, self.left = key, MOST_ENTRIES
+    def __init__(self, key: str, most: int = MOST_ENTRIES) -> None:
+        self.key, self.left, self.most = key, most, most
         self.seen: set[str] = set()  # folders without links, which may lead to one folder several times
 
     def is_new(self, folder: Path) -> bool:
@@ -52,29 +53,37 @@ class Search:
                     code="path",
                 )
             ) from error
-        self.left -= len(entries)
+        self.spend(len(entries), folder)
+        entries.sort(key=lambda entry: (entry.is_symlink() and os.path.isdir(entry.path), entry.name))
+        return [folder / entry.name for entry in entries]
+
+    def spend(self, count: int, folder: Path) -> None:
+        """Count what the search has looked at, and stop if it is too much (exit 2)."""
+        self.left -= count
         if self.left < 0:
             raise UserError(
                 Problem(
                     "the folder has too many entries",
                     self.key,
                     where=str(folder),
-                    expected=f"at most {MOST_ENTRIES:,} files and folders",
+                    expected=f"at most {self.most:,} files and folders",
                     fix=f"set `{self.key}` to a folder with only the data",
                     code="data-size",
                 )
             )
-        entries.sort(key=lambda entry: (entry.is_symlink() and os.path.isdir(entry.path), entry.name))
-        return [folder / entry.name for entry in entries]
 
 
-def match_paths(pattern: str, base: Path, key: str = "data.name") -> list[Path]:
+def match_paths(pattern: str, base: Path, key: str = "data.name", search: Search | None = None) -> list[Path]:
     """The paths that a pattern names, in order; of links, `**` reads the folder that they lead to once.
+
+    Args:
+        search: one search for several patterns; `None` begins a new one.
 
     Raises:
         UserError: there is too much to look through (exit 2).
     """
-    paths, search = [base], Search(key)
+    paths, search = [base], search or Search(key)
+    search.spend(1, base)
     parts = PurePosixPath(pattern).parts
     if len(parts) > MOST_PARTS:
         raise UserError(

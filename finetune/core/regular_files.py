@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from finetune.core import strict_json
 from finetune.core.errors import Problem, UserError
 
 MIB = 2**20
+MOST_ENTRIES = 10_000  # of a model's folder
 LARGEST = 16 * MIB  # bytes of a file that is read at once, such as a config
 # Files of a model that may be larger
 LARGEST_BY_NAME = {
@@ -79,17 +81,46 @@ def check_folder(folder: Path, key: str) -> None:
 
     Files that are read at once must not be too large.
     """
-    for entry in entries(folder):
+    found = entries(folder)
+    templates = [entry for entry in found if entry.parent != folder and entry.is_file()]
+    if (size := sum(entry.stat().st_size for entry in templates)) > LARGEST:
+        raise UserError(
+            Problem(
+                "the named chat templates are too large",
+                key,
+                where=str(folder / TEMPLATES),
+                found=f"{size:,} bytes",
+                expected=f"at most {LARGEST:,} bytes",
+                fix="delete the templates that you do not need",
+                code="unsafe-file",
+            )
+        )
+    for entry in found:
         if not entry.exists() or (entry.is_dir() and entry.name not in LARGEST_BY_NAME):
             continue  # the code that needs the file reports a broken link
         check_regular(entry, key, limit_of(entry) if entry.suffix in READ_WHOLE else None)
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the files and folders of a model's or adapter's folder, with its named chat templates."""
+    """Return the files and folders of a model's or adapter's folder, with its named chat templates.
+
+    Raises:
+        UserError: there are too many (exit 2).
+    """
     inside = folder / TEMPLATES
-    more = sorted(inside.iterdir()) if inside.is_dir() and not inside.is_symlink() else []
-    return [*sorted(folder.iterdir()), *more]
+    folders = [folder, inside] if inside.is_dir() and not inside.is_symlink() else [folder]
+    found = [sorted(islice(one.iterdir(), MOST_ENTRIES + 1)) for one in folders]
+    if max(map(len, found)) > MOST_ENTRIES:
+        raise UserError(
+            Problem(
+                "the folder of a model has too many entries",
+                where=str(folder),
+                expected=f"at most {MOST_ENTRIES:,} files and folders",
+                fix="copy the files of the model to a folder of their own",
+                code="unsafe-file",
+            )
+        )
+    return list(chain.from_iterable(found))
 
 
 def limit_of(path: Path) -> int:

@@ -23,6 +23,7 @@ from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_pla
 DOWNLOAD_AGAIN = "download the model again (hf download MODEL --local-dir FOLDER), or use another model"
 SAVE_AGAIN = "save the adapter again: model.save_pretrained(FOLDER)"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
+MOST_NAMES = 1_000_000  # of a tokenizer.json; Gemma's vocabulary has 262,144
 MOST_ADDED = 100_000  # tokens in addition to the vocabulary
 MOST_CHARACTERS = 2_000_000  # of all added tokens; each takes 2 microseconds and 75 bytes
 _ADDED = re.compile(r'"added_tokens"\s*:\s*')
@@ -460,6 +461,8 @@ def _tokenizer(path: Path, key: str) -> Iterator[Problem]:
     text = path.read_bytes()
     try:
         strict_json.check_size(text)
+        if (count := text.count(b":")) > MOST_NAMES:
+            raise ValueError(f"about {count:,} names, and {MOST_NAMES:,} are allowed")
     except ValueError as error:
         yield Problem(
             "the tokenizer's file has too many values",

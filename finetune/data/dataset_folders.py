@@ -50,6 +50,7 @@ _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*\..*")
 _MAP_CACHE = re.compile(r"(cache-|tmp).*\.arrow")
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 BOOKKEEPING = (STATE, INFO, DICT, "dataset_infos.json", "config.json")  # datasets.data_files.FILES_TO_IGNORE
+MOST_OF_CARD = 200_000  # entries of folders that the patterns of a README.md look at together
 DEEPEST = 8  # maximum depth of nested folders
 
 
@@ -280,7 +281,8 @@ def _with_standard_names(splits: Splits) -> Splits:
 def _splits_of_readme(folder: Path, key: str, config: str | None) -> Splits | None:
     """Return the splits under `configs:` in README.md, or `None` if none of their files is in the folder."""
     configs = _configs_of(folder / "README.md")
-    by_config = {name: _splits_of_config(folder, entry) for name, entry in configs.items()}
+    search = Search(key, MOST_OF_CARD)
+    by_config = {name: _splits_of_config(folder, entry, search) for name, entry in configs.items()}
     by_config = {name: splits for name, splits in by_config.items() if any(splits.values())}
     if not by_config:
         return None
@@ -342,7 +344,7 @@ def _is_plain(events: Iterable[Any]) -> bool:
     return True
 
 
-def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
+def _splits_of_config(folder: Path, config: dict[str, Any], search: Search) -> Splits:
     inside = str(config.get("data_dir") or "")
     base, said = folder / inside, config.get("data_files")
     if not _stays_below(inside) or not base.is_dir():
@@ -356,7 +358,7 @@ def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
         split = str(entry.get("split")) if isinstance(entry, dict) else "train"
         patterns = entry.get("path") if isinstance(entry, dict) else entry
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            matches = match_paths(str(pattern), base) if _stays_below(pattern) else []
+            matches = match_paths(str(pattern), base, search=search) if _stays_below(pattern) else []
             files = [path for path in matches if _is_data(path)]
             found[split] = list(dict.fromkeys([*found.get(split, []), *files]))
     return found

@@ -119,6 +119,17 @@ def test_pattern_with_many_parts_is_refused_or_followed_once_for_each_match(tmp_
         assert not ended.wrong and ended.code == 2, ended
 
 
+def test_card_with_many_patterns_is_one_search(tmp_path, commands) -> None:
+    for number in range(2000):
+        (tmp_path / f"f{number}.jsonl").touch()
+    paths = "".join(f"    - f*{number}.jsonl\n" for number in range(5000))
+    (tmp_path / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path:\n{paths}---\n"
+    )
+    ended = commands.run("check", str(QUICKSTART), f"data.name={tmp_path}")
+    assert not ended.wrong and ended.code == 2, ended
+
+
 FOLDERS = ("/", "/proc", "/sys", "/**/*.jsonl", "/dev")
 OF_THE_SYSTEM = [(key, name) for key in ("data.name", "data.validation") for name in FOLDERS]
 

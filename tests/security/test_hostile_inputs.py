@@ -593,6 +593,31 @@ def test_json_of_too_many_values_is_refused(name: str, tmp_path, commands) -> No
     assert not ended.wrong and ended.code == 2 and "values" in ended.said, ended
 
 
+def many_entries(folder: Path) -> None:
+    for number in range(12_000):
+        (folder / f"x{number}").touch()
+
+
+def many_templates(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    for number in range(3):
+        (folder / "additional_chat_templates" / f"t{number}.jinja").write_bytes(b"a" * 6_000_000)
+
+
+def many_names(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {f"a{number}": 512 + number for number in range(1_100_000)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("make", (many_entries, many_templates, many_names))
+def test_folder_of_a_model_with_too_much_is_refused(make: Callable, tmp_path, commands) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    make(folder)
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert not ended.wrong and ended.code == 2 and "too " in ended.said, ended
+
+
 PLAIN = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 
 
