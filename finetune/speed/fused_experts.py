@@ -606,26 +606,33 @@ def difference(experts: Experts | FrozenExperts) -> float:
 def _expert_by_expert(
     experts: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the output with the dequantized weights and PEFT's change of them."""
-    first, last = (getattr(experts.module, name) for name in (FIRST, LAST))
+    """Compute the output with the dequantized weights and PEFT's change of them.
+
+    If the GEMMs run in fp8, rows and weights are rounded to fp8. Weights that are in fp8 stay the same.
+    """
+    dtype = torch.float32 if experts.fp8 else experts.dtype  # rounding twice would give other fp8 values
+    stored = [[tensor for tensor in one if tensor is not None] for one in experts.stored]
+    first, last = (ops.dequantize_experts(one, None, True, dtype) for one in stored)
     first_change, last_change = (
         experts.by_name[name].get_delta_weight(experts.adapters[0][0])
         if name in experts.by_name
-        else torch.zeros_like(weight)
+        else torch.zeros_like(weight, dtype=experts.dtype)
         for name, weight in ((FIRST, first), (LAST, last))
     )
 
     def rounded(rows: torch.Tensor) -> torch.Tensor:
+        if not experts.fp8:
+            return rows
         codes, scale = quantize_rows(rows)
-        return (codes.float() * scale).to(rows) if experts.fp8 else rows
+        return (codes.float() * scale).to(experts.dtype)
 
     y = torch.zeros_like(x)
     for expert in ids.unique().tolist():
         token, place = torch.where(ids == expert)
-        both = rounded(x[token]) @ first[expert].t() + x[token] @ first_change[expert].t()
+        both = rounded(x[token]) @ rounded(first[expert]).t() + x[token] @ first_change[expert].t()
         gate, up = both.chunk(2, dim=-1)
         h = experts.module.act_fn(gate) * up
-        made = rounded(h) @ last[expert].t() + h @ last_change[expert].t()
+        made = rounded(h) @ rounded(last[expert]).t() + h @ last_change[expert].t()
         y.index_add_(0, token, made * weights[token, place, None])
     return y
 

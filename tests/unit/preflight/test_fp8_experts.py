@@ -108,6 +108,7 @@ def test_gemms_follow_the_recipe_where_a_gpu_has_them(monkeypatch: pytest.Monkey
             in_fp8 = alone if value == "auto" else value
             assert all(one.fp8 == in_fp8 for one in held(model))
         assert torch.equal(logits["auto"], logits[alone])
+        assert all(0 < fused_experts.difference(one) < one.allowed_difference() / 2 for one in held(model))
         apart = float((logits[True] - logits[False]).norm() / logits[False].norm())
         assert 0 < apart < 0.05
     monkeypatch.setattr(fused_experts, "ALLOWED_IN_FP8", 1e-6)
