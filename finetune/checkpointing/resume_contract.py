@@ -68,7 +68,8 @@ IGNORED = (
 )
 TOKEN_IDS = ("data: token ids", "validation: token ids")
 CONFIG = "config.json: "  # before the keys of the base model's config
-NEW = ("data.template_date", CONFIG, *TOKEN_IDS)  # facts that checkpoints of earlier releases lack
+# What checkpoints of earlier releases lack
+NEW = ("data.template_date", "speed.fp8_experts", CONFIG, *TOKEN_IDS)
 ANEW = "or start a new run with another train.output_dir (adapter.init_from continues an adapter)"
 SHOWN = 80  # largest number of characters of a value in the table
 
