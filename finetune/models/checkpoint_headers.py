@@ -144,7 +144,7 @@ def _without_place(extra: Collection[str], parameters: Collection[str], *, same_
 
 
 def _has_place(name: str, parameters: Collection[str], parents: Collection[str]) -> bool:
-    """Return whether a name is a parameter, or that of a buffer, such as GPT-2's old `attn.bias`."""
+    """Return whether the model has this parameter, or may have had this buffer, as GPT-2's `attn.bias`."""
     module, _, kind = name.rpartition(".")
     return (
         name in parameters
