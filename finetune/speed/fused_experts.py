@@ -567,7 +567,10 @@ def _wrapper_unsupported_reason(wrapper: ParamWrapper) -> str:
         return "it has several adapters"
     if "forward" in vars(wrapper):
         return "another library has replaced its forward"
-    rank = wrapper.r[wrapper.active_adapters[0]]
+    name = wrapper.active_adapters[0]
+    if name not in wrapper.r:
+        return f"they have no weights of the active adapter {name}"
+    rank = wrapper.r[name]
     return f"rank {rank} is larger than {MAX_EXPERTS_RANK}" if rank > MAX_EXPERTS_RANK else ""
 
 

@@ -299,6 +299,14 @@ def test_what_is_not_served_says_why() -> None:
     }
 
 
+def test_an_adapter_of_other_layers_leaves_experts_to_peft() -> None:
+    model = mixture()
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("other")
+    left = fused_experts.FusedExperts(model, decoder_layers(model), []).left
+    assert list(left) == ["they have no weights of the active adapter other"]
+
+
 def test_experts_that_compute_another_thing_keep_their_own_forward(monkeypatch) -> None:
     model, own = mixture(), mixture()
     monkeypatch.setitem(fused_experts.ACTIVATIONS, "SiLUActivation", "gelu_tanh")
