@@ -444,6 +444,22 @@ def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
     added = content.get("added_tokens_decoder") if isinstance(content, dict) else None
     yield from _too_many_tokens(len(added) if isinstance(added, dict) else 0, path, key)
     yield from _too_long_tokens(content, path, key)
+    yield from _odd_keys(content, path, key)
+
+
+def _odd_keys(content: object, path: Path, key: str) -> Iterator[Problem]:
+    """Find keys that are not printable, because the tokenizers library prints unknown keys of tokens."""
+    odd = [name for name, _ in _entries(content) if not name.isprintable()]
+    if odd:
+        yield Problem(
+            "a key of the tokenizer's settings has control characters",
+            key,
+            where=str(path),
+            found=repr(odd[0])[:200],
+            fix=DOWNLOAD_AGAIN,
+            why="the tokenizers library prints such keys to the terminal",
+            code="unsafe-file",
+        )
 
 
 def _added_tokens(path: Path, key: str) -> Iterator[Problem]:
@@ -453,7 +469,9 @@ def _added_tokens(path: Path, key: str) -> Iterator[Problem]:
 
 
 def _tokens_by_name(path: Path, key: str) -> Iterator[Problem]:
-    yield from _too_long_tokens(_read(path, key), path, key)
+    content = _read(path, key)
+    yield from _too_long_tokens(content, path, key)
+    yield from _odd_keys(content, path, key)
 
 
 def _tokenizer(path: Path, key: str) -> Iterator[Problem]:

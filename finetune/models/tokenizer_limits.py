@@ -140,6 +140,13 @@ def _check_model(backend: Tokenizer, name: str) -> None:
         )
 
     for step in _steps(_state(backend.post_processor)):
+        parts = [*(step.get("single") or ()), *(step.get("pair") or ())]
+        named = {part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part}
+        if step.get("type") == "TemplateProcessing" and (
+            lost := named - {*(step.get("special_tokens") or ())}
+        ):
+            expected = "tokens that special_tokens defines"
+            raise _refused("adds tokens that it does not define", name, min(lost)[:200], expected)
         texts = [part["Sequence"]["id"] for part in step.get("single") or () if "Sequence" in part]
         if step.get("type") == "TemplateProcessing" and texts != ["A"]:
             raise UserError(

@@ -182,6 +182,14 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "text twice": template(2),
     "text a thousand times": template(1000),
     "no text": template(0),
+    "a special token that is not defined": {
+        "post_processor": step(
+            "TemplateProcessing",
+            single=[{"Sequence": {"id": "A", "type_id": 0}}, MANY[0]],
+            pair=[{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            special_tokens={},
+        )
+    },
     "many bytes": {"normalizer": step("Sequence", normalizers=[step("ByteLevel")] * 30)},
     "many steps": {"normalizer": step("Sequence", normalizers=[step("NFKD")] * 5000)},
     "long tokens": {**unigram(2000), "pre_tokenizer": None},

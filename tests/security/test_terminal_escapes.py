@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from finetune.cli import main
-from finetune.core import html_pages, markdown, privacy, standard_streams, strict_yaml
+from finetune.core import html_pages, markdown, privacy, standard_streams, strict_yaml, untrusted_files
 from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
 from finetune.core.visible_text import continued, visible, visible_lines
@@ -310,3 +310,15 @@ def test_preview_of_data_has_no_line_that_looks_like_a_message() -> None:
     lines = preview.visible("a\nerror: forged\r\n\x1b[2Kwarning: forged").split("\n")
     assert not [line for line in lines if line.startswith(("error:", "warning:", "note:"))]
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize("name", ("tokenizer_config.json", "special_tokens_map.json"))
+def test_keys_that_the_tokenizers_library_would_print_are_refused(name: str, tmp_path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    token = {"content": "x", "\x1b[31mred\nerror: forged": True}
+    entry = {"added_tokens_decoder": {"0": token}, "pad_token": token, "additional_special_tokens": [token]}
+    for key, value in entry.items():
+        (folder / name).write_text(json.dumps({key: value}))
+        with pytest.raises(UserError, match="has control characters"):
+            untrusted_files.check_files(folder, "model.name")
