@@ -17,6 +17,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 DOWNLOAD = "download the model again"
+MOST_FILES = 10_000  # of an index; the largest models have a few hundred
 
 
 def find_weight_files(folder: Path, key: str = "model.name") -> list[Path]:
@@ -48,6 +49,18 @@ def _files_of_index(index: Path, key: str) -> list[Path]:
                 code="model-files",
             )
         ) from None
+    if len(names) > MOST_FILES:
+        raise UserError(
+            Problem(
+                "the index names too many weight files",
+                key,
+                where=str(index),
+                found=f"{len(names):,}",
+                expected=f"at most {MOST_FILES:,}",
+                fix=DOWNLOAD,
+                code="model-files",
+            )
+        )
     missing = [name for name in names if not (is_plain_name(name) and (index.parent / name).is_file())]
     if missing:
         raise UserError(

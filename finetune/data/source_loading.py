@@ -26,13 +26,29 @@ from finetune.recipe.schema import Data, Source
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
 FAR = 0.1  # a larger relative difference from the requested size gives a note
+MOST_SOURCES = 200  # of one recipe
 LOOKED_AT = 1000  # entries of a folder without data that are searched for a hint
 COUNTED = 2**26  # bytes; the examples of larger files are not counted for a note
 
 
 def sources(data: Data) -> list[Source]:
-    """Return the sources in `data.name`, each with the revision, subset and split that apply to it."""
+    """Return the sources in `data.name`, each with the revision, subset and split that apply to it.
+
+    Raises:
+        UserError: there are too many (exit 2).
+    """
     named = [data.name] if isinstance(data.name, str) else data.name
+    if len(named) > MOST_SOURCES:
+        raise UserError(
+            Problem(
+                "the recipe names too many sources of data",
+                "data.name",
+                found=f"{len(named):,}",
+                expected=f"at most {MOST_SOURCES}",
+                fix="name a folder, or a pattern such as data/*.jsonl",
+                code="data-size",
+            )
+        )
     found = [Source(name=item) if isinstance(item, str) else item for item in named]
     defaults = {"revision": data.revision, "subset": data.subset, "split": data.split, **limits(data)}
     return [

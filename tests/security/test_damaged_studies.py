@@ -230,6 +230,18 @@ def test_study_whose_journal_names_another_file_is_refused(linked: bool, tmp_pat
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+def test_study_file_with_a_hard_link_is_left_as_it_is(storage: str, tmp_path) -> None:
+    """Its other name may be a file of somebody else, into which the sweep would write."""
+    url, path, victim = f"{storage}{tmp_path}/study.log", tmp_path / "study.log", tmp_path / "victim"
+    search(url)
+    os.link(path, victim)
+    content = victim.read_bytes()
+    with pytest.raises(UserError, match="has hard links"):
+        search(url)
+    assert victim.read_bytes() == content
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "large"])
 def test_study_file_that_would_never_end_is_refused(kind: str, storage: str, tmp_path) -> None:
     path = tmp_path / "study.log"

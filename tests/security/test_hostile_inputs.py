@@ -26,7 +26,7 @@ from finetune.hardware import detection
 from finetune.models import checkpoint_headers
 from finetune.recipe import loader
 from finetune.run_folder import run_folder
-from support.paths import MODEL, QUICKSTART
+from support.paths import DATA, MODEL, QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
@@ -610,7 +610,15 @@ def many_names(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("make", (many_entries, many_templates, many_names))
+def many_files(folder: Path) -> None:
+    for path in folder.glob("model*.safetensors*"):
+        path.unlink()
+    named = {f"t{number}": f"a{number}.safetensors" for number in range(20_000)}
+    index = json.dumps({"metadata": {}, "weight_map": named})
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+@pytest.mark.parametrize("make", (many_entries, many_templates, many_names, many_files))
 def test_folder_of_a_model_with_too_much_is_refused(make: Callable, tmp_path, commands) -> None:
     folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
     make(folder)
@@ -696,8 +704,9 @@ LARGE: list[tuple[str, dict[str, Any]]] = [
     ("data", {"name": "a\0b.jsonl"}),
     ("model", {"name": LONG}),
     ("model", {"name": "a\0b"}),
+    ("data", {"name": [str(DATA / "train.jsonl")] * 4_000}),
 ]
-LARGE_IN_CI = [LARGE[0], LARGE[4], LARGE[6], LARGE[17], LARGE[18], LARGE[19], LARGE[23]]
+LARGE_IN_CI = [LARGE[-1], LARGE[0], LARGE[4], LARGE[6], LARGE[17], LARGE[18], LARGE[19], LARGE[23]]
 
 
 @pytest.mark.parametrize(

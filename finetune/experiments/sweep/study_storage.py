@@ -179,7 +179,7 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
 
         path = url.removeprefix(JOURNAL)
         if os.path.exists(path) and not os.path.isdir(path):  # a read of a pipe never ends
-            regular_files.check_regular(Path(path), limit=safe_files.LARGEST)
+            _check_file(Path(path))
         return JournalStorage(JournalFileBackend(path))
     options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
     # SQLAlchemy below 2.1 does not select psycopg 3 by itself
@@ -208,10 +208,10 @@ def _check_database(url: str) -> None:
     """
     path = Path(sqlalchemy.make_url(url).database or "").resolve()
     if path.exists() and not path.is_dir():
-        regular_files.check_regular(path, limit=safe_files.LARGEST)
+        _check_file(path)
     journal = path.with_name(f"{path.name}-journal")
     if journal.exists():
-        regular_files.check_regular(journal, limit=safe_files.LARGEST)
+        _check_file(journal)
         if journal.read_bytes().endswith(NAMES_A_FILE):
             raise ValueError(f"{journal.name} names another file, which SQLite would delete")
     engine = sqlalchemy.create_engine(url)
@@ -225,6 +225,26 @@ def _check_database(url: str) -> None:
     programs = words & ({"virtual", *known} - {"datetime"})  # Optuna's tables have columns of type DATETIME
     if programs or {kind for kind, _ in rows} - {"table", "index"}:
         raise ValueError("the database has views, triggers, virtual tables or functions")
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a file that a storage can't read to its end, or that may be a file of somebody else.
+
+    Raises:
+        UserError: the file is not regular, too large, or has hard links (exit 2).
+    """
+    regular_files.check_regular(path, limit=safe_files.LARGEST)
+    if path.stat().st_nlink > 1:
+        file = shlex.quote(str(path))
+        raise UserError(
+            Problem(
+                "a file of the study has hard links",
+                where=str(path),
+                fix=f"cp {file} {file}.copy && mv {file}.copy {file}",
+                why="a sweep writes to this file, and its other name may be a file of somebody else",
+                code="unsafe-file",
+            )
+        )
 
 
 def describe(trial: optuna.Trial) -> None:
