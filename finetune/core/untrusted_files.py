@@ -442,7 +442,8 @@ def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _config(path, key)
     content = _read(path, key)
     added = content.get("added_tokens_decoder") if isinstance(content, dict) else None
-    yield from _too_many_tokens(len(added) if isinstance(added, dict) else 0, path, key)
+    count = len(added) if isinstance(added, dict) else 0
+    yield from _too_many_tokens(max(count, len(_texts(content))), path, key)
     yield from _too_long_tokens(content, path, key)
     yield from _odd_keys(content, path, key)
 
@@ -470,6 +471,7 @@ def _added_tokens(path: Path, key: str) -> Iterator[Problem]:
 
 def _tokens_by_name(path: Path, key: str) -> Iterator[Problem]:
     content = _read(path, key)
+    yield from _too_many_tokens(len(_texts(content)), path, key)
     yield from _too_long_tokens(content, path, key)
     yield from _odd_keys(content, path, key)
 
@@ -506,13 +508,20 @@ def _added(text: str) -> Any:
         return None
 
 
-def _too_long_tokens(added: object, path: Path, key: str) -> Iterator[Problem]:
-    """Check the length of all strings. A tokenizer builds a table with a row for each of their characters."""
-    waiting, length = [added], 0
+def _texts(content: object) -> list[str]:
+    """Return all strings in nested values, without the keys."""
+    waiting, found = [content], list[str]()
     while waiting:
         value = waiting.pop()
-        length += len(value) if isinstance(value, str) else 0
+        if isinstance(value, str):
+            found.append(value)
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return found
+
+
+def _too_long_tokens(added: object, path: Path, key: str) -> Iterator[Problem]:
+    """Check the length of all strings. A tokenizer builds a table with a row for each of their characters."""
+    length = sum(map(len, _texts(added)))
     if length > MOST_CHARACTERS:
         yield Problem(
             "the added tokens of the tokenizer are too long",

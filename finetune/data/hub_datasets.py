@@ -7,6 +7,7 @@ resolves a file, and checks the reader before it opens a file.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import cache, partial
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.formatting import as_yaml
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 
 # Allowed readers of `datasets`; `cache` reads a dataset that was prepared before
 READERS = ("arrow", "csv", "json", "parquet", "text", "cache")
+# Options of readers that a card may set: they skip no row and rewrite no text.
+PLAIN_OPTIONS = {
+    "name", "version", "description", "data_dir", "data_files", "features", "na_filter", "names",
+    "column_names", "quoting", "doublequote", "encoding", "field", "sample_by", "newlines_in_values",
+}  # fmt: skip
+ONE_CHARACTER = {"sep", "delimiter", "quotechar", "escapechar"}  # pandas takes longer ones for patterns
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
 CARDS = ("README.md", ".huggingface.yaml")
@@ -148,7 +156,10 @@ def _packaged_readers() -> frozenset[str]:
 
 
 def check_builder(builder: DatasetBuilder, name: str) -> None:
-    """Raise a UserError for readers of pickles, archives or databases, and for outside files (exit 2)."""
+    """Raise a UserError for readers of pickles, archives or databases, and for outside files (exit 2).
+
+    A card can set options of the reader, such as rows to skip. Most of them are an error, too.
+    """
     reader = type(builder).__module__
     allowed = [f"datasets.packaged_modules.{one}.{one}" for one in READERS]
     if reader not in allowed:
@@ -167,6 +178,33 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
     outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
     if outside and not reader.endswith(".cache"):
         raise UserError(_outside(name, ", ".join(outside)[:200]))
+    if options := _set_options(builder.config):
+        raise UserError(
+            Problem(
+                f"finetune does not allow these options of the reader of the dataset {name}",
+                "data.name",
+                found=as_yaml(options)[:200],
+                expected=f"{', '.join(sorted(ONE_CHARACTER))} of one character",
+                fix="download the dataset's files, and name them in data.name",
+                why="the dataset card sets them; they can skip rows, change texts or never end",
+                code="unsafe-file",
+            )
+        )
+
+
+def _set_options(config: Any) -> dict[str, Any]:
+    """Return the options of a reader that are neither plain nor at their default."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value, default = getattr(config, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        is_character = isinstance(value, str) and len(value) == 1
+        if field.name in PLAIN_OPTIONS or (field.name in ONE_CHARACTER and is_character):
+            continue
+        if value is not default and value != default:
+            found[field.name] = value
+    return found
 
 
 def _configs_of_card(name: str, revision: str | None) -> list[Any]:

@@ -529,15 +529,20 @@ def test_weights_under_other_names_are_refused(tmp_path, commands) -> None:
         assert not ended.wrong and ended.code == code, ended
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "added_tokens.json", "tokenizer_config.json"])
+MANY_ADDED = ["tokenizer.json", "added_tokens.json", "tokenizer_config.json", "special_tokens_map.json"]
+
+
+@pytest.mark.parametrize("name", MANY_ADDED)
 def test_tokenizer_with_a_million_added_tokens_is_refused(name: str, tmp_path, commands) -> None:
     """Written so short that the file is not too large."""
     folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
-    count = 10**6 if name == "tokenizer.json" else 600_000
+    count = 300_000 if name == "tokenizer.json" else 600_000
     path = folder / name
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if name == "tokenizer.json":
         content["added_tokens"] += [{"id": 10**4 + number, "content": str(number)} for number in range(count)]
+    elif name == "special_tokens_map.json":
+        content["extra_special_tokens"] = [str(number) for number in range(count // 3)]
     elif name == "added_tokens.json":
         content = {str(number): number for number in range(count)}
     else:

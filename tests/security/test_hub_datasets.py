@@ -138,6 +138,39 @@ def test_dataset_of_the_hub_names_no_address_and_no_reader_of_code(
     assert not datasets_hub.asked("tree") or says is READER, "files are listed before the card is looked at"
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a pattern that never ends": {"sep": "(,|,)*x", "engine": "python"},
+    "some of the rows": {"skiprows": 1, "names": ["text"], "nrows": 1},
+    "rows that are wrong": {"on_bad_lines": "skip"},
+    "one row at a time": {"chunksize": 1},
+    "missing values": {"na_values": ["a"]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_card_sets_no_option_that_skips_rows_or_never_ends(options: str, datasets_hub: Hub) -> None:
+    lines = b"text,b\n" + (b"a" + b"," * 28 + b"z\n") * 3
+    datasets_hub.add(
+        "me/options", **{"README.md": card(data_files="a.csv", **OPTIONS[options]), "a.csv": lines}
+    )
+    with pytest.raises(UserError, match="does not allow these options") as raised:
+        read("me/options")
+    assert raised.value.code == 2
+
+
+def test_card_may_describe_a_csv_file(datasets_hub: Hub) -> None:
+    described = card(data_files="a.tsv", sep="\t", quotechar="'", names=["text", "b"])
+    datasets_hub.add("me/tabs", **{"README.md": described, "a.tsv": b"'a\tb'\tc\nd\te\n"})
+    assert read("me/tabs") == [{"text": "a\tb", "b": "c"}, {"text": "d", "b": "e"}]
+
+
+def test_features_of_a_card_that_are_none_are_an_error(datasets_hub: Hub) -> None:
+    files = {"README.md": card(data_files="a.jsonl", features={"_type": "Value"}), "a.jsonl": ROW}
+    datasets_hub.add("me/features", **files)
+    with pytest.raises(UserError, match="can't load the dataset"):
+        read("me/features")
+
+
 READERS, NO_IDS = ("webdataset", "json", "imagefolder", "sql"), ("buckets/me", "../other", "me/a/b")
 
 
