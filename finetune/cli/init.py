@@ -104,7 +104,7 @@ def _ask(question: str) -> str:
     try:
         return input(question).strip()
     except EOFError:
-        print()
+        standard_streams.say("")
         raise KeyboardInterrupt from None
 
 

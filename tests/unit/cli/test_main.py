@@ -521,6 +521,7 @@ def loses(options):
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:
         raise ImportError("cannot load module more than once per process") from None
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the jobs of a shell in the background ignore it
 interrupt.note()
 sys.exit(main.guarded(loses, argparse.Namespace(debug=False)).code)
 """
