@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -45,6 +46,8 @@ _BETWEEN_NAMES = re.compile(r"[\[\],\n]|^[ \t]*-[ \t]+", re.MULTILINE)
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 MOST_TASKS = 200  # maximum for one recipe
 MOST_COMPARED = 10  # unknown names for which a similar task is searched, which takes 0.1 s each
+SLOWEST = 0.2  # seconds of one example's templates, on average, if all examples take longer than PATIENCE
+PATIENCE = 5.0  # seconds
 MOST_BAD = 1000  # bad examples of a task after which finetune stops reading
 SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
 
@@ -402,7 +405,7 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
     Raises:
         UserError: an example cannot be read, a column is missing, or an answer is not a choice (exit 2).
     """
-    name = str(rows_file(task, path))
+    name, seconds = str(rows_file(task, path)), 0.0
     found, problems = [], []
     for row in source_loading.read(Source(name=name), f"task {task.task}"):
         if len(problems) == MOST_BAD:
@@ -414,9 +417,21 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
                     code="data-example",
                 ),
             )
+        if seconds > max(PATIENCE, SLOWEST * (len(found) + len(problems))):
+            raise UserError(
+                Problem(
+                    f"the templates of task {task.task} are too slow",
+                    where=name,
+                    found=f"{seconds:.0f} s for {len(found) + len(problems)} examples",
+                    expected=f"at most {SLOWEST} s for an example",
+                    fix=f"change the templates in {file(path)}",
+                    code="data-example",
+                )
+            )
         if isinstance(row, BadRow):
             problems.append(row.problem)
             continue
+        begun = time.monotonic()
         try:
             found.append(_document(task, row.value))
         except (ValueError, TypeError) as error:
@@ -432,6 +447,7 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
             )
             if str(error).startswith(template_sandbox.BROKEN):
                 break  # the template itself is broken, so all examples fail
+        seconds += time.monotonic() - begun
     if not found and not problems:
         problems.append(
             Problem(

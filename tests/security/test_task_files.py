@@ -183,6 +183,26 @@ def test_a_template_of_a_task_has_limits(template: str, said: str) -> None:
     assert lm_eval_tasks.sandboxed("{{ question }}", "doc_to_text", False, "")({"question": "!"}) == "!"
 
 
+def test_templates_of_a_task_that_are_slow_together_are_refused(tmp_path, monkeypatch) -> None:
+    """Each rendering is below its limit."""
+    rows = "".join(json.dumps({"q": str(number)}) + "\n" for number in range(40))
+    (tmp_path / "rows.jsonl").write_text(rows)
+
+    def documents(prompt: str) -> list[Any]:
+        content = {"task": "mine", "data": "rows.jsonl", "kind": "perplexity", "prompt": prompt}
+        (tmp_path / "task.yaml").write_text(json.dumps(content))
+        task = tasks.read(str(tmp_path / "task.yaml"))
+        assert task
+        return tasks.documents(task, str(tmp_path / "task.yaml"))
+
+    assert len(documents("{{ q }}")) == 40  # this starts the process that renders
+    monkeypatch.setattr(tasks, "PATIENCE", 0.2)
+    monkeypatch.setattr(tasks, "SLOWEST", 0.01)
+    assert len(documents("{{ q }}")) == 40
+    with pytest.raises(UserError, match="too slow"):
+        documents("{% for a in range(9999) %}{% for b in range(40) %}{% endfor %}{% endfor %}{{ q }}")
+
+
 def test_it_is_what_lm_eval_makes_of_it(tmp_path) -> None:
     """The same numbers: test_tasks.py. Here what a template gives: texts, indices, lists, columns."""
     (tmp_path / "base.yaml").write_text(PLAIN)
