@@ -19,7 +19,7 @@ class Search:
 
     Args:
         key: of the recipe, for errors.
-        most: files and folders that the search may look at, with one for each pattern.
+        most: the number of files and folders that the search may look at. Each pattern counts as one.
     """
 
     def __init__(self, key: str, most: int = MOST_ENTRIES) -> None:

@@ -46,8 +46,8 @@ _BETWEEN_NAMES = re.compile(r"[\[\],\n]|^[ \t]*-[ \t]+", re.MULTILINE)
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 MOST_TASKS = 200  # maximum for one recipe
 MOST_COMPARED = 10  # unknown names for which a similar task is searched, which takes 0.1 s each
-SLOWEST = 0.2  # seconds of one example's templates, on average, if all examples take longer than PATIENCE
-PATIENCE = 5.0  # seconds
+SLOWEST = 0.2  # seconds; largest average time of the templates for one example
+PATIENCE = 5.0  # seconds that the templates of a task may take before their average counts
 MOST_BAD = 1000  # bad examples of a task after which finetune stops reading
 SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
 

@@ -179,7 +179,7 @@ def fp8_grouped_mm(codes, scale, weight, weight_scale, sorting, thin, outer, beh
     """Return [N, out + behind]. The last `behind` columns are not written.
 
     Args:
-        sorting: `order` with K for the codes of tokens, or `None` and 0 for sorted rows; and `ends`.
+        sorting: `order`, K and `ends` for quantized tokens. `None`, 0 and `ends` for quantized rows.
     """
     (order, each, ends), inputs, (experts, outputs, _) = sorting, codes.shape[1], weight.shape
     rows = len(order) if each else len(codes)

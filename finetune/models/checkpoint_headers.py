@@ -104,8 +104,8 @@ def check_used(extra: Collection[str], parameters: Collection[str], *, same_name
     Args:
         extra: the names of tensors in the files.
         parameters: the names of the model's parameters.
-        same_names: whether the files have the names of the model, or those of its base model. Otherwise only
-            the number of layers is checked.
+        same_names: whether the files have the names of the model or of its base model. Otherwise only the
+            number of layers is checked.
     """
     if lost := _without_place(extra, parameters, same_names=same_names):
         raise UserError(
@@ -121,6 +121,7 @@ def check_used(extra: Collection[str], parameters: Collection[str], *, same_name
 
 
 def _without_place(extra: Collection[str], parameters: Collection[str], *, same_names: bool) -> list[str]:
+    """Return the weights of decoder layers for which the model has no place. Arguments: `check_used`."""
     last: dict[str, int] = {}  # name of a list of layers -> number of its last layer
     for name in parameters:
         if found := _IN_LAYER.fullmatch(name):
@@ -157,8 +158,8 @@ def lacks(stored: Collection[str], names: Names, *, same_names: bool) -> list[st
     """Return parameters that the files lack.
 
     Args:
-        same_names: Whether the files have the names of the model, or those of its base model, such as
-            `layers.0` for `model.layers.0`. Otherwise a parameter is missing only if the files have the
+        same_names: Whether the files have the names of the model or of its base model, such as `layers.0` for
+            `model.layers.0`. Otherwise a parameter is missing only if the files have the
             same parameter of another layer.
     """
     missing = [name for name in names.shapes if name not in stored]
@@ -375,8 +376,8 @@ def adapter_problems(saved: Mapping[str, StoredTensor]) -> list[Problem]:
         for name, tensor in saved.items()
         if tensor.dtype not in stored_tensors.FLOATS and "indices" not in name
     ]
+    if not odd:
+        return []
     what = "weights of the adapter are no floating-point numbers of 16 bits or more"
-    found = "; ".join(odd[:3])
-    return [Problem(what, found=found, fix="save the adapter again in float32", code="adapter-files")] * bool(
-        odd
-    )
+    fix = "save the adapter again in float32"
+    return [Problem(what, found="; ".join(odd[:3]), fix=fix, code="adapter-files")]

@@ -96,7 +96,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
 
 
 def _check_unused(loaded: PreTrainedModel, extra: Collection[str], checks: RunChecks | None) -> None:
-    """Check the tensors of the files that transformers did not use, and note those of other parts."""
+    """Check the tensors of the files that transformers did not use, and add a note on them."""
     parameters = {name for name, _ in loaded.named_parameters()}
     checkpoint_headers.check_used(extra, parameters, same_names=True)
     if extra and checks is not None and not stored_weights.read(loaded.config):

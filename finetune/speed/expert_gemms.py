@@ -1,9 +1,9 @@
 """The four grouped GEMMs of a layer's experts: forward and input gradient of both weights, with adapters.
 
 Plain weights are multiplied as they are. Quantized weights are dequantized for each GEMM, or the GEMMs run in
-fp8 on a Hopper GPU (`speed.fp8_experts`). Then fp8 weights are multiplied as they are, weights in 4 bits are
-rounded to fp8 for each GEMM, and the rows are rounded to fp8 as in `quantization.fp8_linear`. The adapters
-stay in 16 bits. `expert_ops` explains the letters.
+fp8 on a Hopper GPU (`speed.fp8_experts`). An fp8 GEMM multiplies fp8 weights as they are, and rounds 4-bit
+weights to fp8 first. It rounds the rows to fp8, as `quantization.fp8_linear` does. The adapters stay in 16
+bits. `expert_ops` explains the letters.
 """
 
 from __future__ import annotations
