@@ -41,7 +41,7 @@ def serve() -> Iterator[tuple[str, str]]:
     def run(*command: str) -> None:
         as_user = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if user else {}
         given = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "cwd": folder}
-        subprocess.run(command, check=True, **given, **as_user)  # type: ignore[call-overload] (options of a dict)
+        subprocess.run(command, check=True, **given, **as_user)
 
     data, log = str(folder / "data"), str(folder / "log")
     try:

@@ -81,8 +81,6 @@ def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.tensor([[place < len(row) for place in range(longest)] for row in rows])
 
 
-# PEFT looks among modules for patterns that it makes for experts' weights (peft 0.21.2, tuners_utils.py)
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("rows_at_once", [4, 1], ids=["padded", "accumulated"])
 @pytest.mark.parametrize("model_type", soak_except(SAMPLE[:2], [one for one in TYPES if one != REFUSED]))
 def test_run_of_a_family_has_the_losses_of_a_loop_by_hand(
@@ -131,8 +129,6 @@ def test_run_of_a_family_has_the_losses_of_a_loop_by_hand(
         assert torch.allclose(tensor, right[name], atol=1e-4), name
 
 
-# PEFT looks among modules for patterns that it makes for experts' weights (peft 0.21.2, tuners_utils.py)
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("model_type", soak_except(SAMPLE, TYPES))
 def test_gradients_of_a_family_are_pefts_in_float64(model_type: str) -> None:
     """With finetune's forward of experts, its loss in chunks and its loss of the routers."""

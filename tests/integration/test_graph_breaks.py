@@ -29,8 +29,6 @@ def adapted(*overrides: str) -> Any:
     return attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 100, RunChecks()).train()
 
 
-# what Dynamo warns of is what breaks the graph
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -17,8 +17,6 @@ from finetune.run_folder.run_folder import RunFolder
 from support.paths import MODEL
 from support.tiny_models import recipe, rows, save, sizes
 
-# peft 0.21.2 looks among modules for patterns that it makes for experts' weights (tuners/tuners_utils.py)
-pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 
 

@@ -199,7 +199,6 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers warns of half of these values
 @pytest.mark.parametrize(
     ("file", "entries"), MODELS, ids=[f"{file} {entries}"[:90] for file, entries in MODELS]
 )
@@ -247,7 +246,6 @@ def test_adapter_s_config_names_no_module_script_or_repository(entries, evil, sa
     assert "adapter.init_from" in said and "adapter_config.json" in said
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT warns of the tokenizer that can't be fetched
 def test_prompt_of_another_model_s_tokenizer_is_not_continued(evil, two_layers, tmp_path) -> None:
     """PEFT fetches the tokenizer that a prompt's config names where the prompt goes on to train."""
     from peft import PromptTuningConfig, get_peft_model

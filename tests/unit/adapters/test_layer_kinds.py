@@ -60,7 +60,7 @@ def trains(peft: str, kind: str) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns of layers that it changes without use
             config = configs[peft](target_modules=["layer"], **OPTIONS.get(peft, {}))
-            adapted: Any = get_peft_model(Net(kind), config)  # type: ignore[arg-type]  (any module)
+            adapted: Any = get_peft_model(Net(kind), config)
             adapted(torch.arange(8)[None]).square().sum().backward()
     except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError, KeyError):
         return False

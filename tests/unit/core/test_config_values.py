@@ -12,7 +12,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, logging
 from finetune.core import config_values, untrusted_files
 
 
-@pytest.mark.filterwarnings("ignore")  # some defaults are deprecated
 def test_config_values_accept_the_defaults_of_every_family() -> None:
     before, count = logging.get_verbosity(), 0
     logging.set_verbosity_error()

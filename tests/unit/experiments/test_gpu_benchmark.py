@@ -51,7 +51,6 @@ def test_the_fp8_checkpoint_is_taken_as_it_is(tmp_path) -> None:
     assert torch.isfinite(base(torch.arange(9)[None]).logits).all()
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # its own is used, which is the same
 def test_the_nf4_checkpoint_loads_as_a_qlora_base(tmp_path) -> None:
     import bitsandbytes as bnb
 

@@ -109,8 +109,6 @@ def test_no_rows_are_no_error() -> None:
     assert quantized(x).shape == plain(x).shape and not quantized(torch.zeros(2, 0, 128)).numel()
 
 
-# torch traces any autograd.Function so (2.13, _dynamo/variables/misc.py, AutogradFunctionContextVariable)
-@pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_it_is_traced_without_a_break(backend: str) -> None:
     quantized, _ = layer()
