@@ -1,7 +1,7 @@
 """Mask secrets in messages, files and uploads, and switch off the telemetry of libraries.
 
 A recipe with a secret is an error, so finetune reads secrets only from the environment. Known secrets are the
-values of variables whose names contain token, key or password, and the token of `hf auth login`. finetune
+values of variables with names such as token, key or password, and the token of `hf auth login`. finetune
 finds them in plain text and as encoded in JSON, HTML, URLs and base64. It finds other secrets by their
 format. All printed and logged text goes through `masked`.
 """
@@ -77,11 +77,11 @@ _SECRET_KEY = re.compile(
 )
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # a run of letters and digits
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
-_NAMED = re.compile(
-    r"(^|_)(TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY"
-    r"|CONNECTION_STRING)(_|$)"
+_NAMED = re.compile(  # names of variables, also PGPASSWORD, MYSQL_PWD and openai_key
+    r"(?i)(^|_)(TOKENS?|SECRETS?|CREDENTIALS?|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY|CONNECTION_STRING)(_|$)"
+    r"|PASS(WORD|WD|PHRASE)(_|$)|_(PASS|PWD|KEY|PAT)$"
 )
-_A_PLACE = re.compile(r"_(PATH|FILE|DIR|HOME|URI|URL)$")
+_A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
 SHORTEST_CODED = 12  # bytes of a known secret that is also searched in base64
 # Thresholds for random runs of 20 and more letters and digits. tests/security/test_secrets.py measures how
@@ -172,9 +172,8 @@ def _masked_value(match: re.Match[str]) -> str:
 
 def secrets() -> list[str]:
     """Return the secrets that this process knows in all their encodings, the longest first."""
-    values = {
-        value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)
-    }
+    named = [value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)]
+    values = {value for value in named if not (os.path.isabs(value) and os.path.exists(value))}  # SSH_KEY
     values |= {logged_in()}
     forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
     return sorted(forms, key=len, reverse=True)

@@ -180,11 +180,27 @@ def test_a_recipe_holds_no_secret_of_this_environment(name: str, canaries, recip
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("TOKENIZERS_PARALLELISM", "examples"), ("SSH_KEY_PATH", "examples/tiny"), ("API_TOKEN", "short")],
+    [
+        ("TOKENIZERS_PARALLELISM", "examples"),
+        ("SSH_KEY_PATH", "examples/tiny"),
+        ("SSH_KEY", str(QUICKSTART)),
+        ("API_TOKEN", "short"),
+        ("OLDPWD", "examples"),
+        ("MONKEY", "examples"),
+    ],
 )
 def test_what_is_no_secret_stays(name: str, value: str, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
     assert privacy.masked(f"a {value} b") == f"a {value} b"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PGPASSWORD", "MYSQL_PWD", "DB_PASS", "OPENAI_KEY", "GITHUB_PAT", "SSH_PASSPHRASE", "openai_api_key"],
+)
+def test_variables_of_other_tools_hold_secrets_too(name: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, "correct horse")
+    assert privacy.masked("a correct horse b") == "a **** b"
 
 
 SHAPES = {  # keys of services as they look, each made up

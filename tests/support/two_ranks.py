@@ -5,8 +5,10 @@ Launchers themselves: test_ranks.py, test_train.py, test_two_hosts.py and test_e
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 SECONDS = 300.0
 GRACE = 5.0  # seconds for the other rank, once one has failed
+STACKS = SECONDS - GRACE  # a rank that still runs after this time prints where
 
 
 def run(
@@ -55,7 +58,7 @@ def run(
         What both said.
 
     Raises:
-        AssertionError: a rank failed, or did not end; with what both said.
+        AssertionError: a rank failed, or did not end; with what both said, and where each of them waited.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preloaded])
@@ -66,7 +69,7 @@ def run(
     environment |= launch or {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(count)]
-        given = (str(cwd or Path.cwd()), dict(environment), function, arguments)
+        given = (str(cwd or Path.cwd()), dict(environment), pickle.dumps((function, arguments)))
         ranks = [
             context.Process(target=_rank, args=(rank, str(log), *given)) for rank, log in enumerate(logs)
         ]
@@ -82,7 +85,8 @@ def run(
             elif failed and until - time.monotonic() > GRACE:
                 until = time.monotonic() + GRACE
         said = "".join(log.read_text() for log in logs if log.exists())
-    assert not any(process.exitcode for process in ranks), said
+    codes = [process.exitcode for process in ranks]
+    assert not any(codes), f"the ranks ended with {codes}\n{said}"
     return said
 
 
@@ -119,16 +123,17 @@ def compare(one: RunFolder, two: RunFolder) -> None:
     assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-5)
 
 
-def _rank(
-    rank: int, log: str, cwd: str, environment: dict[str, str], function: Any, arguments: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, log: str, cwd: str, environment: dict[str, str], pickled: bytes) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    faulthandler.enable(out)
+    faulthandler.dump_traceback_later(STACKS, file=out)
     os.environ.clear()
     os.environ.update(environment)
     if "WORLD_SIZE" in environment:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(cwd)
     main.RANK_0_FIRST = 0  # no launcher ends rank 0 as soon as another has left: it has GRACE
+    function, arguments = pickle.loads(pickled)  # here, so that the log holds an error of an import
     function(*arguments)
