@@ -68,8 +68,12 @@ IGNORED = (
 )
 TOKEN_IDS = ("data: token ids", "validation: token ids")
 CONFIG = "config.json: "  # before the keys of the base model's config
+METRIC_FILES = "task of eval.metric_for_best_model: "  # before the names of tasks
+# Keys of `MAY_CHANGE` that may not change if this metric selects the weights or the last step
+OF_EXACT_MATCH = ("eval.generate", "eval.max_new_tokens")
+OF_TASK_METRIC = ("eval.apply_chat_template", "eval.engine", "eval.limit", "eval.num_fewshot")
 # What checkpoints of earlier releases lack
-NEW = ("data.template_date", "speed.fp8_experts", CONFIG, *TOKEN_IDS)
+NEW = ("data.template_date", "speed.fp8_experts", CONFIG, METRIC_FILES, *TOKEN_IDS)
 ANEW = "or start a new run with another train.output_dir (adapter.init_from continues an adapter)"
 SHOWN = 80  # largest number of characters of a value in the table
 
@@ -150,7 +154,9 @@ def compare(
         if then.get(key) != today.get(key) and not (key in chosen and chosen[key] == today.get(key))
         if not any(key.startswith(new) and not any(one.startswith(new) for one in then) for new in NEW)
     ]
-    wrong = [row for row in differing if not _among(row[0], (*MAY_CHANGE, *ignored)) and not _moved(*row)]
+    kept = _keys_of_metric(saved["recipe"])
+    may_change = (*(key for key in MAY_CHANGE if key not in kept), *ignored)
+    wrong = [row for row in differing if not _among(row[0], may_change) and not _moved(*row)]
     if wrong:
         rows = [("", "checkpoint", "now"), *((key, _short(was), _short(value)) for key, was, value in wrong)]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -185,6 +191,15 @@ def compare(
             for key, was, value in differing
         ],
     ]
+
+
+def _keys_of_metric(recipe: dict[str, Any]) -> tuple[str, ...]:
+    """Return the keys that define the metric which selects the weights or the last step of this recipe."""
+    decides = recipe.get("eval.load_best_model_at_end") or recipe.get("eval.early_stopping_patience")
+    if not decides or recipe.get("eval.eval_steps") is None:
+        return ()
+    metric = recipe.get("eval.metric_for_best_model", "")
+    return OF_EXACT_MATCH if metric == "exact_match" else OF_TASK_METRIC if "/" in metric else ()
 
 
 def _versions(facts: dict[str, Any]) -> str:

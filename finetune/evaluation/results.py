@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import PartialState
 
+from finetune.checkpointing.resume_contract import METRIC_FILES
 from finetune.data.examples import Example
 from finetune.data.preparation import HeldOut
 from finetune.evaluation import lm_eval_harness, paired_differences, tasks, validation_set
@@ -199,6 +200,15 @@ def _general(base: Score, tuned: Score, texts: list[str] | None) -> dict[str, An
         "forgetting": True,
         "settings": {},
     }
+
+
+def metric_files(settings: Eval) -> dict[str, str]:
+    """Return the hashes of the task files that define `eval.metric_for_best_model`, by the name of a fact."""
+    task = settings.metric_for_best_model.rpartition("/")[0]
+    if not task or settings.eval_steps is None:
+        return {}
+    chosen = lm_eval_harness.of_task(settings, task).model_copy(update={"forgetting": False})
+    return {f"{METRIC_FILES}{name}": digest for name, digest in files_hashed(chosen).items()}
 
 
 def files_hashed(settings: Eval) -> dict[str, str]:

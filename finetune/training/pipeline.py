@@ -46,6 +46,7 @@ from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import apply_to_model
 from finetune.training import (
     auto_correction,
+    base_fingerprint,
     batch_setup,
     checkpoint_room,
     launch_checks,
@@ -236,7 +237,7 @@ def _load(run: RunContext, data: RunData, plan: StepPlan) -> tuple[Any, StepPlan
     with stage("tried the speed options on the model", "speed"):
         choices = speed_setup.make_fast(run, adapted, data.arguments, work)
     checkpoint_room.check_space(adapted, recipe, setup.launch, run.folder.checkpoints)
-    base = resume_facts.frozen_fingerprint(adapted, run.checkpoint, run.checks)
+    base = base_fingerprint.frozen_fingerprint(adapted, run.checkpoint, run.checks)
     contract = {**plan.contract, "base": base}
     plan = replace(plan, choices=choices, flops_per_token=flops, contract=contract)
     if recipe.train.per_device_train_batch_size == "auto" and not run.correction.micro_batch:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from finetune.adapters import initialization, trainable_parameters
 from finetune.autoconfig.batch_size import Batch
 from finetune.autoconfig.machine_setup import Setup
-from finetune.checkpointing import resume_contract, training_state
+from finetune.checkpointing import resume_contract
 from finetune.checkpointing.checkpoints import VerifiedCheckpoint
-from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, launch_environment
-from finetune.models import base_identity, fingerprint
+from finetune.evaluation import results
+from finetune.models import base_identity
 from finetune.recipe.schema import Model, Recipe
 from finetune.training import resolved_recipe
 from finetune.training.run_context import RunData
@@ -66,6 +63,7 @@ def contract_of(
         "data: token ids": reports["train"].token_ids,
         "validation: token ids": reports["validation"].token_ids,
         **_config_facts(recipe.model),
+        **results.metric_files(recipe.eval),
     }
     if recipe.train.per_device_train_batch_size == "auto":  # the chosen size is among the choices
         counts = {name: value for name, value in counts.items() if name not in SPLIT}
@@ -86,25 +84,3 @@ def _config_facts(model: Model) -> dict[str, Any]:
     """Return the values in the base model's config.json that can change what the model computes."""
     values = base_identity.config_values(model)
     return {f"{resume_contract.CONFIG}{key}": value for key, value in values.items()}
-
-
-def frozen_fingerprint(adapted: nn.Module, checkpoint: VerifiedCheckpoint | None, checks: RunChecks) -> str:
-    """Return the fingerprint of the frozen weights.
-
-    Refuse a run that can't resume from `checkpoint`, before anything in its folder changes.
-    """
-
-    def look() -> str:
-        return fingerprint.fingerprint(trainable_parameters.frozen(adapted))
-
-    rebased = initialization.rebases(adapted)  # by rank 0, and DDP sends it to the others
-    if launch_environment.read_by_rank_0() or rebased:
-        frozen = collectives.from_main(look)
-    else:
-        frozen = look()
-        collectives.agree({"weights of the base": frozen})
-    if checkpoint:
-        checks.check()
-        resume_contract.check_base(checkpoint.contract, frozen, checkpoint.path, decomposed=rebased)
-        training_state.structure(checkpoint.path)
-    return frozen

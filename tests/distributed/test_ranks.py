@@ -445,7 +445,7 @@ def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:
 def looks_at_its_base(decomposed: bool) -> None:
     """On one of two ranks, whose bases differ by a bit."""
     from finetune.adapters import initialization
-    from finetune.training import resume_facts
+    from finetune.training import base_fingerprint
 
     with pytest.MonkeyPatch.context() as patch:
         collectives.start("cpu")
@@ -454,7 +454,7 @@ def looks_at_its_base(decomposed: bool) -> None:
         base.bias.zero_()
         patch.setattr(initialization, "rebases", lambda _: decomposed)
         try:
-            print("base:", resume_facts.frozen_fingerprint(base, None, RunChecks()))
+            print("base:", base_fingerprint.frozen_fingerprint(base, None, RunChecks()))
         except UserError as error:
             print(f"refused: {error}")
 

@@ -12,8 +12,10 @@ from finetune.autoconfig.batch_size import split_batch
 from finetune.checkpointing import resume_contract
 from finetune.core import run_checks
 from finetune.core.errors import UserError
+from finetune.evaluation import results
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
+from finetune.recipe.schema import Eval
 from finetune.speed import live_model_spec
 from finetune.training import load_data, model_setup, resume_facts, speed_setup, step_work, training_arguments
 from finetune.training.run_context import RunData
@@ -104,6 +106,48 @@ def test_what_auto_became_is_compared() -> None:
     assert 'speed.loss: auto chose "chunked" before and "fused" now' in note and "about 1%" in rounded
     other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
     assert resume_contract.chosen_anew(one, other) == [rounded]
+
+
+OF_TASKS = ("apply_chat_template", "engine", "limit", "num_fewshot")
+
+
+@pytest.mark.parametrize(
+    ("metric", "kept"),
+    [("loss", ()), ("exact_match", ("generate", "max_new_tokens")), ("arc_easy/acc", OF_TASKS)],
+)
+@pytest.mark.parametrize("key", ["generate", "max_new_tokens", *OF_TASKS])
+def test_what_defines_the_deciding_metric_stays(
+    metric: str, kept: tuple[str, ...], key: str, tmp_path
+) -> None:
+    """Scores of other questions or of longer answers can't be compared with those before the stop."""
+
+    def contract(value: int, **given: Any) -> dict[str, Any]:
+        section = {"eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": metric, **given}
+        recipe = {f"eval.{name}": one for name, one in (section | {key: value}).items()}
+        return {"recipe": recipe, "facts": {}, "chosen": {}}
+
+    if key in kept:
+        with pytest.raises(UserError, match=rf"eval\.{key} "):
+            resume_contract.compare(contract(1), contract(2), tmp_path)
+    else:
+        (note,) = resume_contract.compare(contract(1), contract(2), tmp_path)
+        assert f"eval.{key}: 1 in the checkpoint, now 2" in note
+    for never in ({"eval_steps": None}, {"load_best_model_at_end": False}):  # the metric decides nothing
+        assert resume_contract.compare(contract(1, **never), contract(2, **never), tmp_path)
+
+
+def test_files_of_the_deciding_task_are_part_of_the_contract(task_files) -> None:
+    def files(metric: str, *tasks: str) -> dict[str, str]:
+        return results.metric_files(Eval(eval_steps=2, tasks=list(tasks), metric_for_best_model=metric))
+
+    first, second = task_files[:2]
+    name = next(iter(results.files_hashed(Eval(tasks=[first]))))
+    before = files(f"{name}/acc", first)
+    assert len(before) == 1 and before == files(f"{name}/acc", first, second)
+    assert not files("loss", first) and not files("exact_match", first)
+    path = Path(first)
+    path.write_text(path.read_text() + "\n# changed\n")
+    assert before.keys() == files(f"{name}/acc", first).keys() and before != files(f"{name}/acc", first)
 
 
 def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:

@@ -28,13 +28,14 @@ def without_reason(source: str) -> list[int]:
     """Return the lines that switch off a check and do not say why."""
     if not SUSPECT.search(source):
         return []
+    suppressions = [*_suppressions(ast.parse(source))]
+    if not suppressions and not MARKER.search(source):
+        return []
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {one.start[0]: one.string for one in tokens if one.type == tokenize.COMMENT}
     markers = [n for n, text in comments.items() if MARKER.search(text) and not WITH_REASON.search(text)]
     lines = source.splitlines()
-    code = [
-        line for line, last in _suppressions(ast.parse(source)) if not _explained(line, last, lines, comments)
-    ]
+    code = [line for line, last in suppressions if not _explained(line, last, lines, comments)]
     return sorted({*markers, *code})
 
 
