@@ -77,10 +77,11 @@ _SECRET_KEY = re.compile(
 )
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # a run of letters and digits
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
-_NAMED = re.compile(  # names of variables, also PGPASSWORD, MYSQL_PWD and openai_key
-    r"(?i)(^|_)(TOKENS?|SECRETS?|CREDENTIALS?|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY|CONNECTION_STRING)(_|$)"
-    r"|PASS(WORD|WD|PHRASE)(_|$)|_(PASS|PWD|KEY|PAT)$"
+_NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD and openai_key
+    r"(?i)(TOKENS?|SECRETS?|CREDENTIALS?|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|CONNECTION_STRING)(_|$)"
+    r"|(^|_)(ACCESS|SECRET|PRIVATE)_KEY(_|$)|_(PASS|PWD|KEY|PAT)$"
 )
+_LOGIN = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")  # the password of an address, such as DATABASE_URL
 _A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
 SHORTEST_CODED = 12  # bytes of a known secret that is also searched in base64
@@ -174,7 +175,7 @@ def secrets() -> list[str]:
     """Return the secrets that this process knows in all their encodings, the longest first."""
     named = [value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)]
     values = {value for value in named if not (os.path.isabs(value) and os.path.exists(value))}  # SSH_KEY
-    values |= {logged_in()}
+    values |= {login for value in os.environ.values() for login in _LOGIN.findall(value)} | {logged_in()}
     forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
     return sorted(forms, key=len, reverse=True)
 
