@@ -195,12 +195,19 @@ def test_what_is_no_secret_stays(name: str, value: str, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["PGPASSWORD", "MYSQL_PWD", "DB_PASS", "OPENAI_KEY", "GITHUB_PAT", "SSH_PASSPHRASE", "openai_api_key"],
+    ("name", "value"),
+    [
+        *((name, "{}") for name in ("PGPASSWORD", "MYSQL_PWD", "DB_PASS", "OPENAI_KEY", "GITHUB_PAT")),
+        *(
+            (name, "{}")
+            for name in ("SSH_PASSPHRASE", "HFTOKEN", "MYSECRET", "db_password", "openai_api_key")
+        ),
+        ("DATABASE_URL", "postgres://me:{}@localhost/db"),
+    ],
 )
-def test_variables_of_other_tools_hold_secrets_too(name: str, monkeypatch) -> None:
-    monkeypatch.setenv(name, "correct horse")
-    assert privacy.masked("a correct horse b") == "a **** b"
+def test_variables_of_other_tools_hold_secrets_too(name: str, value: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, value.format("correct-horse"))
+    assert privacy.masked("a correct-horse b") == "a **** b"
 
 
 SHAPES = {  # keys of services as they look, each made up
