@@ -369,12 +369,12 @@ def _check_entry(name: str, entry: dict[str, Any]) -> None:
 def adapter_problems(saved: Mapping[str, StoredTensor]) -> list[Problem]:
     """Return the problem of an adapter whose weights are no floating-point numbers of 16 bits or more.
 
-    VB-LoRA and SHiRA also save indices, which are integers.
+    VB-LoRA, SHiRA and FRoD also save indices and sizes, which are integers.
     """
     odd = [
         f"{name} has the dtype {tensor.dtype}"
         for name, tensor in saved.items()
-        if tensor.dtype not in stored_tensors.FLOATS and "indices" not in name
+        if tensor.dtype not in stored_tensors.FLOATS and not re.search(r"_(indices|s_size)\b", name)
     ]
     if not odd:
         return []

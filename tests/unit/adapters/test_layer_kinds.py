@@ -12,7 +12,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from finetune.models import module_names
+from finetune.models import checkpoint_headers, module_names
 from finetune.recipe import adapter_types
 
 WIDTH = 64
@@ -53,14 +53,18 @@ class Net(nn.Module):
         return self.last(self.layer(hidden))
 
 
+def adapt(peft: str, kind: str) -> Any:
+    """A network with an adapter of PEFT's type on its layer."""
+    configs = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    return get_peft_model(Net(kind), configs[peft](target_modules=["layer"], **OPTIONS.get(peft, {})))
+
+
 def trains(peft: str, kind: str) -> bool:
     """Whether PEFT's type changes such a layer, and gradients reach it."""
-    configs = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT warns of layers that it changes without use
-            config = configs[peft](target_modules=["layer"], **OPTIONS.get(peft, {}))
-            adapted: Any = get_peft_model(Net(kind), config)
+            adapted = adapt(peft, kind)
             adapted(torch.arange(8)[None]).square().sum().backward()
     except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError, KeyError):
         return False
@@ -74,6 +78,17 @@ def test_layer_kinds_of_a_type_are_those_that_peft_adapts(peft: str, kind: str) 
         pytest.skip("PEFT takes a linear layer's outputs for tokens there")
     known = adapter_types.layer_kinds(peft)
     assert trains(peft, kind) == (known is None or kind in known)
+
+
+@pytest.mark.parametrize("peft", [one for one in TYPES if one != "ln_tuning"])
+def test_tensors_that_a_type_saves_are_accepted(peft: str, tmp_path) -> None:
+    """Some types also save integers. A run of such a type can be opened again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of some types
+        adapted = adapt(peft, "Embedding" if peft == "trainable_tokens" else "Linear")
+        adapted.save_pretrained(tmp_path)
+    saved = checkpoint_headers.stored(tmp_path)
+    assert saved and not checkpoint_headers.adapter_problems(saved)
 
 
 def test_kind_of_a_layer_that_adapters_fail_on_is_its_class() -> None:
