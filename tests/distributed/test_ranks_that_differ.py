@@ -96,6 +96,7 @@ def open_damaged_data(recipe_words: list[str]) -> None:
             rows = prepared.train.to_list()
             notes = [note for note in prepared.report["train"].notes if "damaged" in note]
             Path(f"{case}-{rank}.json").write_text(json.dumps([rows, notes]))
+            collectives.wait()  # the other rank may still read the file that the next case damages
 
 
 @pytest.mark.usefixtures("the_only_launch")
