@@ -30,9 +30,19 @@ CODE, UNKNOWN_VALUE = "launch-config", "Accelerate does not know this value"
 LONGEST_VALUE = 1000  # characters
 MOST_CHOICES = 5  # that a message lists beside the most similar one
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
-COUNTS = ("num_processes", "num_machines")
+# Smallest and largest integers of the launcher's options; -1 if the command line gives the number
+RANGES = {
+    "num_processes": (1, 65_536),
+    "num_machines": (1, 65_536),
+    "machine_rank": (0, 65_535),
+    "main_process_port": (0, 65_535),
+    "num_cpu_threads_per_process": (1, 65_536),
+    "zero_stage": (0, 3),
+}
+ANY = (0, 2**63 - 1)
 # Keys of launches on several machines, and their values for one machine
 ONE_MACHINE = {"num_machines": (1,), "main_process_ip": ("127.0.0.1", "localhost"), "mpirun_config": ({},)}
+MOST_PROCESSES = 64  # that a stranger's config may start on this machine
 # Keys that Accelerate writes into a config and ignores when it reads one, and their effective values.
 # commands/launch.py of 1.15 reads only options with a default of None.
 COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
@@ -132,7 +142,11 @@ def check(path: Path) -> None:
 
 
 def check_one_machine(path: Path) -> None:
-    """Refuse a launch on other machines, and folders for offloading, which the config may name (exit 2)."""
+    """Refuse other machines, many processes and folders for offloading in the config of a stranger.
+
+    Raises:
+        UserError: the config names one of them (exit 2).
+    """
     given = read(path)
     section = given.get("deepspeed_config")
     section = section if isinstance(section, dict) else {}
@@ -143,8 +157,11 @@ def check_one_machine(path: Path) -> None:
         for key, value in section.items()
         if str(key).endswith("nvme_path") and value is not None
     }
+    count = given.get("num_processes")
+    many = {"num_processes": count} if isinstance(count, int) and count > MOST_PROCESSES else {}
     reasons = dict.fromkeys(addresses, "this launch must use only this machine")
     reasons |= dict.fromkeys(folders, "this launch must not name a folder to write into")
+    reasons |= dict.fromkeys(many, f"this launch must start at most {MOST_PROCESSES} processes")
     raise_if_any(
         Problem(
             reasons[key],
@@ -154,7 +171,7 @@ def check_one_machine(path: Path) -> None:
             fix=f"remove `{key.rpartition('.')[2]}:`",
             code=CODE,
         )
-        for key, value in {**addresses, **folders}.items()
+        for key, value in {**addresses, **folders, **many}.items()
     )
 
 
@@ -391,19 +408,24 @@ def _values(section: str, given: dict[str, Any], where: str) -> Iterator[Problem
                 fix=f"{key}: {near}" if near else "",
                 code=CODE,
             )
-        elif action.type is int and not (
-            (text.isdecimal() and (int(text) or key not in COUNTS)) or text == "-1"
-        ):
-            least = "an integer of 1 or more" if key in COUNTS else "an integer"
+        elif action.type is int and not _in_range(key, value):
+            low, high = RANGES.get(key, ANY)
+            expected = f"an integer from {low} to {high:,}" if key in RANGES else "an integer"
+            usual = 29500 if key == "main_process_port" else max(low, 1)
             yield Problem(
-                f"{key} must be {least}",
+                f"{key} must be {expected}",
                 name,
                 where=where,
-                found=text,
-                expected=least,
-                fix=f"{key}: 1",
+                found=as_yaml(value),
+                fix=f"{key}: {text if text.isdecimal() and low <= int(text) <= high else usual}",
                 code=CODE,
             )
+
+
+def _in_range(key: str, value: object) -> bool:
+    low, high = RANGES.get(key, ANY)
+    is_left_out = value == -1 and key != "main_process_port"
+    return type(value) is int and (low <= value <= high or is_left_out)
 
 
 def _nested(section: str, given: dict[str, Any], where: str) -> Iterator[Problem]:

@@ -126,6 +126,7 @@ def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
     [
         ("num_machines: 2", "this launch must use only this machine"),
         ("main_process_ip: 192.0.2.1", "this launch must use only this machine"),
+        ("num_processes: 65", "this launch must start at most 64 processes"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "this launch must use only this machine"),
         ("deepspeed_config: {offload_param_nvme_path: /home}", "must not name a folder to write into"),
         ("deepspeed_config: {offload_optimizer_nvme_path: /home}", "must not name a folder to write into"),
@@ -138,7 +139,8 @@ def test_an_accelerate_config_of_an_ablation_that_leads_out_of_this_machine_or_f
     monkeypatch.setattr("finetune.launch.accelerate_config._missing_package", lambda *_: None)
     config, file = tmp_path / "launch.yaml", tmp_path / "ablation.yaml"
     alone = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\n"
-    kind = alone.replace("MULTI_CPU", "DEEPSPEED") if "deepspeed" in line else alone
+    kind = "DEEPSPEED" if "deepspeed" in line else "MULTI_GPU" if "num_processes" in line else "MULTI_CPU"
+    kind = alone.replace("MULTI_CPU", kind)
     config.write_text(kind + line)
     file.write_text(f"measure: {{accelerate: {config}}}\nbaseline: {{}}\noptimizations: []\n")
     monkeypatch.setattr("finetune.experiments.runner.measured_run.make", lambda *_, **__: pytest.fail("ran"))
