@@ -63,8 +63,8 @@ def one_rank_in_16_bits(arguments: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(small, untied, tmp_path_factory) -> Callable[[str], Path]:
-    """`runs(kind)`: the folder of a run of four steps, and of one that goes on from its second."""
+def runs(small, untied, tmp_path_factory) -> Callable[..., RunFolder]:
+    """`runs(kind)`: a run of four steps. `runs(kind, "again")`: a run that resumes from its second step."""
     folder = tmp_path_factory.mktemp("fsdp")
     given = [
         *small,
@@ -82,27 +82,34 @@ def runs(small, untied, tmp_path_factory) -> Callable[[str], Path]:
     given += ["eval.max_new_tokens=1", "train.learning_rate=1e-3", "train.save_total_limit=5"]
 
     @functools.cache
-    def of(kind: str) -> Path:
+    def of(kind: str, part: str = "") -> RunFolder:
         by_rank_0, precision, _ = KINDS[kind]
         launch = fsdp_on_cpus.ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
         launch["ACCELERATE_MIXED_PRECISION"] = precision
-        whole, half = folder / kind, folder / f"{kind}-again"
-        words = ["train", str(QUICKSTART), f"adapter.type={kind}", *given, "--quiet"]
-        two_ranks.run(fsdp_on_cpus.command, [*words, f"train.output_dir={whole}"], **launch)
-        shutil.copytree(whole, half, ignore=shutil.ignore_patterns("step-4", "adapter", "model", "eval.json"))
-        two_ranks.run(fsdp_on_cpus.command, [*words, f"train.output_dir={half}", "--resume"], **launch)
-        return folder
+        run, left_out = folder / f"{kind}{part}", ("step-4", "adapter", "model", "eval.json")
+        words = [
+            "train",
+            str(QUICKSTART),
+            f"adapter.type={kind}",
+            *given,
+            f"train.output_dir={run}",
+            "--quiet",
+        ]
+        if part:
+            shutil.copytree(of(kind).path, run, ignore=shutil.ignore_patterns(*left_out))
+        two_ranks.run(fsdp_on_cpus.command, [*words, *(["--resume"] if part else [])], **launch)
+        return RunFolder(run)
 
     return of
 
 
 @pytest.mark.parametrize("kind", soak_except(["lora"], KINDS))
 def test_the_weights_are_split_and_what_is_saved_is_whole(
-    kind: str, runs: Callable[[str], Path], untied, train, monkeypatch
+    kind: str, runs: Callable[..., RunFolder], untied, train, monkeypatch
 ) -> None:
     _, precision, near = KINDS[kind]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-    folder = RunFolder(runs(kind) / kind)
+    folder = runs(kind)
     run_checks = {one["option"]: one for one in json.loads((folder.path / "checks.json").read_text())}
     assert run_checks["sharded by FSDP"]["actual"].startswith("50.0%")
     assert run_checks["saved tensors"]["passed"] and run_checks["saved weights"]["passed"]
@@ -187,9 +194,10 @@ def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, tr
     assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", soak_except(["lora"], KINDS))
-def test_a_run_goes_on_bit_for_bit(kind: str, runs: Callable[[str], Path]) -> None:
-    whole, again = RunFolder(runs(kind) / kind), RunFolder(runs(kind) / f"{kind}-again")
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_bit_for_bit(kind: str, runs: Callable[..., RunFolder]) -> None:
+    whole, again = runs(kind), runs(kind, "again")
     ends = [one.checkpoints / "step-4" for one in (whole, again)]
     for path in ends:
         checkpoints.verify(path)
@@ -205,9 +213,9 @@ def test_a_run_goes_on_bit_for_bit(kind: str, runs: Callable[[str], Path]) -> No
 
 
 def test_a_run_that_was_not_split_does_not_go_on_split_nor_the_other_way_round(
-    runs: Callable[[str], Path],
+    runs: Callable[..., RunFolder],
 ) -> None:
-    path = runs("lora") / "lora" / "checkpoints" / "step-2"
+    path = runs("lora").checkpoints / "step-2"
     kept = checkpoints.read_json(path, checkpoints.CONTRACT)
     facts = {name: value for name, value in kept["facts"].items() if name != "weights split by"}
     for then, now in ((facts, kept["facts"]), (kept["facts"], facts)):

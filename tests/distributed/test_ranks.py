@@ -252,6 +252,7 @@ def runs(*commands: list[str]) -> None:
         assert main.main(words) == 75, words
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_ranks_take_as_many_rows_as_fit_on_each(small, two_layers, tmp_path) -> None:
     """`auto`: 4 rows do not fit on rank 1. The run is the one that says 2, also where it goes on."""
