@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,6 @@ RANGES = {
 ANY = (0, 2**63 - 1)
 # Keys of launches on several machines, and their values for one machine
 ONE_MACHINE = {"num_machines": (1,), "main_process_ip": ("127.0.0.1", "localhost"), "mpirun_config": ({},)}
-MOST_PROCESSES = 64  # that a stranger's config may start on this machine
 # Keys that Accelerate writes into a config and ignores when it reads one, and their effective values.
 # commands/launch.py of 1.15 reads only options with a default of None.
 COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
@@ -157,11 +157,11 @@ def check_one_machine(path: Path) -> None:
         for key, value in section.items()
         if str(key).endswith("nvme_path") and value is not None
     }
-    count = given.get("num_processes")
-    many = {"num_processes": count} if isinstance(count, int) and count > MOST_PROCESSES else {}
+    count, most = given.get("num_processes"), max(2, os.cpu_count() or 1)
+    many = {"num_processes": count} if isinstance(count, int) and count > most else {}
     reasons = dict.fromkeys(addresses, "this launch must use only this machine")
     reasons |= dict.fromkeys(folders, "this launch must not name a folder to write into")
-    reasons |= dict.fromkeys(many, f"this launch must start at most {MOST_PROCESSES} processes")
+    reasons |= dict.fromkeys(many, f"this machine has cores for {most} processes")
     raise_if_any(
         Problem(
             reasons[key],

@@ -49,6 +49,7 @@ _LARGEST: dict[str, int] = dict.fromkeys(
 )
 _LARGEST |= {"data_report.json": 16 * 2**20}
 _LARGEST_OF_OTHERS = 4 * 2**20
+WANDB = "wandb"  # W&B's folder in a run folder
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "validation.jsonl"  # a copy of the validation set, so that the run can be evaluated anywhere
 # Files that are published with the weights, so that the run can be opened elsewhere
@@ -356,7 +357,8 @@ def open_run(path: str | Path) -> RunFolder:
 def refuse_links(folder: Path) -> None:
     """Stop if a folder has links that leave it, or entries that are neither files nor folders (exit 2).
 
-    The link to the Hub's cache that `_fetch` makes is allowed.
+    The link to the Hub's cache that `_fetch` makes is allowed. W&B's own folder is not searched: it has links
+    to W&B's logs, and finetune reads and sends nothing of it.
     """
     root, problems = untrusted_files.real_path(folder), list[Problem]()
     for above, folders, files in os.walk(root):
@@ -386,6 +388,8 @@ def refuse_links(folder: Path) -> None:
                         code="unsafe-file",
                     )
                 )
+        if Path(above) == root:
+            folders[:] = [name for name in folders if name != WANDB]
     if problems:
         raise UserError(*problems[:10])
 

@@ -15,6 +15,7 @@ import pytest
 from finetune.cli import main
 from finetune.core import safe_files
 from finetune.core.errors import UserError
+from finetune.run_folder import run_folder
 from support.paths import MODEL, QUICKSTART
 
 
@@ -57,6 +58,24 @@ def test_open_append_of_a_hard_link_leaves_the_other_name_alone(places: tuple[Pa
         log.write(", and more")
     assert (run / "log.txt").read_text() == "as it was, and more"
     assert (outside / "victim").read_text() == "as it was"
+
+
+def test_only_the_folder_of_wandb_may_hold_links_out_of_a_run(places: tuple[Path, Path]) -> None:
+    """wandb 0.31 links its log to its cache. finetune opens nothing there."""
+    run, outside = places
+    (logs := run / "wandb" / "offline-run-1" / "logs").mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(outside / "victim")
+    run_folder.refuse_links(run)
+    for name in ("wandb/../other.log", "checkpoints/wandb"):
+        (link := run / name).parent.mkdir(exist_ok=True)
+        link.symlink_to(outside)
+        with pytest.raises(UserError, match="leads out of its folder"):
+            run_folder.refuse_links(run)
+        link.unlink()
+    shutil.rmtree(run / "wandb")
+    (run / "wandb").symlink_to(outside)
+    with pytest.raises(UserError, match="leads out of its folder"):
+        run_folder.refuse_links(run)
 
 
 def test_a_device_is_not_replaced(places: tuple[Path, Path]) -> None:
