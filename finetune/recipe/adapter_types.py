@@ -295,7 +295,7 @@ def unmerged(name: str, options: Mapping[str, Any]) -> str:
     BEFT trains biases, which can't be merged into layers without a bias.
     """
     kind = all_types().get(name)
-    if kind and (kind.prompt or kind.peft in ("", "lily", "beft")):
+    if kind and (kind.prompt or kind.peft in ("", "beft")):
         return "can't merge it" if kind.peft else "has nothing to merge"
     return "can't merge it into layers without a bias" if options.get("lora_bias") else ""
 
@@ -465,6 +465,9 @@ _KNOWN = {
     "cpt": replace(_PROMPT, peft="cpt", refused="it needs a type for each token, which the data lacks"),
     "multitask_prompt_tuning": replace(_PROMPT, peft="multitask_prompt_tuning", refused=_NEEDS_TASKS),
     "poly": AdapterType("poly", refused=_NEEDS_TASKS),
+    "lily": AdapterType(
+        "lily", refused="each token's output depends on later tokens and other examples in PEFT"
+    ),
     "xlora": AdapterType("xlora", refused="it mixes trained adapters and trains no new one"),
     "shadow": AdapterType("shadow", refused="PEFT 0.21's version does not run with transformers 5"),
 }

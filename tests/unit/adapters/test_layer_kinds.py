@@ -80,6 +80,27 @@ def test_layer_kinds_of_a_type_are_those_that_peft_adapts(peft: str, kind: str) 
     assert trains(peft, kind) == (known is None or kind in known)
 
 
+@pytest.mark.parametrize("peft", ["lily", *TYPES])
+def test_output_of_a_token_depends_on_this_token_alone(peft: str) -> None:
+    """Otherwise training sees the answer, packed examples see each other, and padding changes a loss."""
+    torch.manual_seed(0)
+    kind = {"trainable_tokens": "Embedding", "ln_tuning": "LayerNorm"}.get(peft, "Linear")
+    ids = torch.arange(16).view(2, 8)
+    later = ids.clone()
+    later[0, 4:] += 16
+    later[1] += 16
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of some types, and torch of FRoD's sparse tensors
+        adapted = adapt(peft, kind).eval()
+        before = adapted(ids)
+        for parameter in adapted.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
+        first, second = adapted(ids), adapted(later)
+    assert not torch.equal(before, first), "the adapter has an effect"
+    alone = torch.allclose(first[0, :4], second[0, :4], atol=1e-6)
+    assert alone == (peft != "lily"), "recipe/adapter_types.py refuses Lily for this reason"
+
+
 @pytest.mark.parametrize("peft", [one for one in TYPES if one != "ln_tuning"])
 def test_tensors_that_a_type_saves_are_accepted(peft: str, tmp_path) -> None:
     """Some types also save integers. A run of such a type can be opened again."""
