@@ -125,6 +125,8 @@ def unsupported(config: ModelConfig, family: Family) -> dict[str, bool]:
     found = {
         f"the activation {activation_of(config)}": activation_of(config) != family.activation,
         f"rope scaling of type {rope['rope_type']}": rope["rope_type"] not in scaling,
+        "yarn with truncate: false": rope["rope_type"] == "yarn" and not rope.get("truncate", True),
+        "yarn with another factor of the attention": not _usual_attention_factor(rope),
         "partial rotary embeddings": partial != 1.0 and kind != "phi3",
         "a sliding window": uses_window
         and kind not in SLIDING_EVERY
@@ -154,6 +156,17 @@ def unsupported(config: ModelConfig, family: Family) -> dict[str, bool]:
         wanted = [int((layer + 1) % 4 != 0) for layer in range(config.num_hidden_layers)]
         found["this order of layers without rotary embeddings"] = list(config.no_rope_layers) != wanted
     return found
+
+
+def _usual_attention_factor(rope: dict[str, Any]) -> bool:
+    """Return whether transformers multiplies cosines and sines as llama.cpp does: by 0.1 ln(factor) + 1."""
+    if rope["rope_type"] != "yarn":
+        return True
+    logarithm, scales = 0.1 * math.log(rope["factor"]), [rope.get("mscale"), rope.get("mscale_all_dim")]
+    own = [1 + scale * max(0.0, logarithm) for scale in scales if scale]
+    usual = own[0] / own[1] if len(own) == 2 else 1 + max(0.0, logarithm)
+    given = rope.get("attention_factor")
+    return math.isclose(1 + logarithm, usual if given is None else given, rel_tol=1e-6)
 
 
 def activation_of(config: ModelConfig) -> str:
@@ -213,9 +226,8 @@ def rope_scaling(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":
         length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         found["rope.scaling.original_context_length"] = int(length)
-        names = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
-        given = {name: rope[key] for key, name in names.items() if rope.get(key) is not None}
-        found |= {f"rope.scaling.yarn_{name}": float(value) for name, value in given.items()}
+        betas = [name for name in ("beta_fast", "beta_slow") if rope.get(name)]
+        found |= {f"rope.scaling.yarn_{name}": float(rope[name]) for name in betas}
     return found
 
 

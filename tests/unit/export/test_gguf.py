@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,23 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        {},
+        {"attention_factor": 0.1 * math.log(4) + 1},
+        {"mscale": 1.0},
+        {"mscale": None, "mscale_all_dim": 0.0},
+    ],
+)
+def test_family_of_accepts_the_usual_attention_factor_of_yarn(scale: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(**exports.SIZES, model_type="llama", rope_parameters={**YARN, **scale})
+    assert gguf_families.family_of(config).architecture == "llama"
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [
@@ -131,6 +149,11 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding window"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type dynamic"),
         ({"model_type": "qwen2", "rope_parameters": exports.LLAMA3_ROPE}, "type llama3"),
+        ({"model_type": "llama", "rope_parameters": {**YARN, "truncate": False}}, "truncate: false"),
+        *(
+            ({"model_type": "llama", "rope_parameters": {**YARN, **scale}}, "factor of the attention")
+            for scale in ({"attention_factor": 0.5}, {"mscale": 0.5, "mscale_all_dim": 1.0}, {"factor": 0.5})
+        ),
         ({"model_type": "llama", "hidden_act": "gelu"}, "activation gelu"),
         ({"model_type": "gemma2", "tie_word_embeddings": False}, "its own weights"),
         ({"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 32}, "query_pre_attn_scalar"),
