@@ -134,7 +134,8 @@ def push(
     """Upload the missing files, verify them with the Hub's file list, and write publish.json."""
     section, checks = recipe.publish, RunChecks()
     with progress.phase(screen, f"uploading {len(files)} files"):
-        done = client.upload(repo, files, f"finetune: {folder.path.absolute().name}", section.revision)
+        message = f"finetune: {folder.path.absolute().name}"
+        done = client.upload(repo, files, message, section.revision, private=section.private)
     right = [name for name, path in files.items() if client.same(path, done.listed.get(name))]
     how, code = f"sizes and hashes in the Hub's listing of {done.commit}", Exit.ARTIFACT
     checks.add("published files", f"all {len(files)}", f"all {len(right)}", how, code=code)

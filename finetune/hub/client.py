@@ -147,25 +147,31 @@ def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, lis
             patiently(api.create_repo, repo, private=private, exist_ok=True)
             info = patiently(api.repo_info, repo)
             notes.append(f"{repo} is new on the Hub, {'private' if info.private else 'public'} and empty")
-        if private and not info.private:
-            raise UserError(
-                Problem(
-                    "the repository is public",
-                    "publish.repo",
-                    "",
-                    repo,
-                    "a private repository (publish.private: true)",
-                    "add --public, name another --repo, or make the repository private in its settings",
-                    code="publish-target",
-                ),
-                code=Exit.ENVIRONMENT,
-            )
+        if private:
+            _refuse_public(info, repo)
         if info.private and not private:
             notes.append(f"{repo} stays private: its settings on the Hub decide what is public")
         patiently(api.auth_check, repo, write=True)
         if revision:
             patiently(api.create_branch, repo, branch=revision, exist_ok=True)
     return repo, notes
+
+
+def _refuse_public(info: Any, repo: str) -> None:
+    """Refuse a repository that is public, although `publish.private` asks for a private one (exit 3)."""
+    if not info.private:
+        raise UserError(
+            Problem(
+                "the repository is public",
+                "publish.repo",
+                "",
+                repo,
+                "a private repository (publish.private: true)",
+                "add --public, name another --repo, or make the repository private in its settings",
+                code="publish-target",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def _check_role(me: dict[str, Any], repo: str) -> None:
@@ -220,7 +226,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def upload(repo: str, files: dict[str, Path], message: str, revision: str | None) -> Pushed:
+def upload(
+    repo: str, files: dict[str, Path], message: str, revision: str | None, *, private: bool = False
+) -> Pushed:
     """Upload new and changed files to the repository in one commit.
 
     The commit names its parent. If another commit came first, or if this commit arrived although the
@@ -228,6 +236,10 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
 
     Args:
         files: name in the repository -> local file.
+        private: refuse a repository that is public, or becomes public before the commit.
+
+    Raises:
+        UserError: the repository holds other weights (exit 2), is public, or refuses the files (exit 3).
     """
     from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
     from huggingface_hub.errors import HfHubHTTPError
@@ -235,7 +247,10 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
     api, sent, conflicts = HfApi(token=token()), dict[str, None](), 0
     with explained(repo):
         while True:
-            head = patiently(api.repo_info, repo, revision=revision).sha
+            info = patiently(api.repo_info, repo, revision=revision)
+            if private:
+                _refuse_public(info, repo)
+            head = info.sha
             there = listing(api, repo, head)
             missing = [name for name, path in files.items() if not same(path, there.get(name))]
             if not missing:
@@ -258,6 +273,8 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
                 patiently(ModelCard.load(files["README.md"]).validate)
             additions = [CommitOperationAdd(name, str(files[name])) for name in missing]
             api.preupload_lfs_files(repo, additions, revision=revision, free_memory=False)
+            if private:  # gigabytes take hours
+                _refuse_public(patiently(api.repo_info, repo), repo)
             about = {"commit_message": message, "revision": revision, "parent_commit": head}
             try:
                 commit = patiently(api.create_commit, repo, additions, **about).oid

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 
 from finetune.cli import main
 from finetune.data.source_loading import hub_name
@@ -171,6 +172,23 @@ def test_public_is_said_not_slipped_into(hub: Hub, trained, capsys) -> None:
     publish(folder, "--repo", "me/branches", "publish.revision=lora")
     assert "adapter_config.json" not in hub.repos["me/branches"].files
     assert hub.repos["me/branches"].log[-1] == f"finetune: {folder.path.name}"
+
+
+@pytest.mark.parametrize("last", ["auth_check", "preupload_lfs_files"])
+def test_repository_that_becomes_public_meanwhile_gets_no_file(
+    last: str, hub: Hub, trained, monkeypatch, capsys
+) -> None:
+    repo, call = hub.add("me/own"), getattr(HfApi, last)
+
+    def then_public(*given: object, **options: object) -> object:
+        answer = call(*given, **options)
+        repo.private = False
+        return answer
+
+    monkeypatch.setattr(HfApi, last, then_public)
+    publish(trained(), "--repo", "me/own", code=3)
+    assert "the repository is public" in capsys.readouterr().err
+    assert repo.log == ["initial commit"] and not repo.files.keys() & {"eval.json", "README.md"}
 
 
 @pytest.mark.parametrize(
