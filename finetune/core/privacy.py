@@ -54,9 +54,12 @@ _KEYS = (  # with the prefix of each service
     r"r8_[A-Za-z0-9]{37}",
     r"gsk_[A-Za-z0-9]{40,}",
 )
+_KEY_LINE = r"[A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+_GAP = r"(?:\\[nr]|\s|[\"',>]|<br)*"  # between the lines of a key, also in JSON and HTML
+# Up to the line END. Of a key that is cut off: lines of base64, and headers such as `Proc-Type: 4,ENCRYPTED`
 _PEM = (
-    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----(?:(?:\\[nr]|\s)*[A-Za-z0-9+/=]{16,})*"
-    r"(?:(?:\\[nr]|\s)*-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)?"
+    rf"-----BEGIN {_KEY_LINE}(?:(?:(?!-----BEGIN )[\s\S]){{0,20000}}?-----END {_KEY_LINE}"
+    rf"|(?:{_GAP}(?:[A-Z][A-Za-z-]{{2,20}}: [^\n\\]{{0,100}}|[A-Za-z0-9+/=]{{16,}}))*)"
 )
 _IN_PLACE = (  # a text before the secret, and the secret. `Path` turns https:// into https:/
     r"(?P<user>:/{1,2}[^\s/:@\"'<>\\]*:)[^\s/@\"'<>\\]+(?=@)",

@@ -284,9 +284,30 @@ def test_password_of_an_address_is_in_no_message(command: str, capsys) -> None:
     assert "canary-pw" not in said and "https:/" in said
 
 
-@pytest.mark.parametrize(
-    "text", ("-eyJaaaaaa", "-eyJaaaaaa.eyJ", "_eyJ", "eyJaaaaaa.eyJaaaaaa.", "-sk-", ":/a:b")
+HEADERS, END = (
+    "Proc-Type: 4,ENCRYPTED\nDEK-Info: AES-128-CBC,0123456789ABCDEF\n\n",
+    "-----END RSA PRIVATE KEY-----",
 )
+
+
+# A key without its last line is found by its headers and its lines of base64
+@pytest.mark.parametrize(
+    ("header", "end"), [(HEADERS, END), ("", f"=aB3c\n{END}"), ("x: \0\n", END), (HEADERS, ""), ("", "")]
+)
+@pytest.mark.parametrize("form", (str, json.dumps, html.escape, lambda key: key.replace("\n", "<br>")))
+def test_private_key_is_masked_with_its_headers(header: str, end: str, form: Callable[[str], str]) -> None:
+    key = form(f"a -----BEGIN RSA PRIVATE KEY-----\n{header}" + ("MIIcanary0123456" * 4 + "\n") * 9 + end)
+    masked = privacy.masked(key)
+    assert "canary" not in masked and "aB3c" not in masked and "a ****" in masked
+    (found,) = privacy.find_secrets(key, [])
+    assert "canary" not in key[: found.start] + key[found.end :]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ("-eyJaaaaaa", "-eyJaaaaaa.eyJ", "_eyJ", "eyJaaaaaa.eyJaaaaaa.", "-sk-", ":/a:b",
+     "-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nAbc: d\n", "\nAbc: Abc: Abc: d"),
+)  # fmt: skip
 def test_search_for_secrets_takes_linear_time(text: str) -> None:
     started = time.process_time()
     privacy.find_secrets(text * 100_000, [])
