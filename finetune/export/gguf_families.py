@@ -25,6 +25,9 @@ SLIDING_EVERY = {"gemma2": 2, "gemma3_text": 6}
 """llama.cpp's pattern: every n-th layer attends to all tokens, the layers before it to a window."""
 
 
+WITH_BIASES = {"llama", "granite"}  # model types for which llama.cpp reads the biases of `attention_bias`
+
+
 class Family(NamedTuple):
     """How llama.cpp stores one model type of transformers."""
 
@@ -135,6 +138,14 @@ def unsupported(config: ModelConfig, family: Family) -> dict[str, bool]:
         "a head size other than hidden_size / heads": kind == "granite"
         and head * heads != config.hidden_size,
     }
+    biases = [key for key in ("attention_bias", "mlp_bias") if getattr(config, key, False)]
+    found[f"{' and '.join(biases)}: true"] = bool(biases) and kind not in WITH_BIASES
+    if kind == "gemma2":
+        caps = ("attn_logit_softcapping", "final_logit_softcapping")
+        found["null as softcapping of logits"] = not all(getattr(config, key, None) for key in caps)
+    if kind == "gemma3_text":
+        sliding = rope_of(config, "sliding_attention")["rope_type"]
+        found["rope scaling of the layers with a sliding window"] = sliding != "default"
     if kind in SLIDING_EVERY:
         every = SLIDING_EVERY[kind]
         wanted = ["sliding_attention"] * (every - 1) + ["full_attention"]

@@ -182,12 +182,31 @@ def _answer_of_server(address: str, prompt: list[int], room: int) -> list[Answer
         "return_tokens": True,
     }
     done = _ask(f"{address}/completion", request)
-    # The server gives no probabilities for a token that ends within a character
-    held, found = list(done["completion_probabilities"]), list[AnswerToken]()
-    for token in done["tokens"]:
-        step = held.pop(0) if held and held[0]["id"] == token else {"top_logprobs": []}
-        found.append(AnswerToken(token, {top["id"]: top["logprob"] for top in step["top_logprobs"]}))
-    return found
+    steps = steps_of(done["tokens"], done["completion_probabilities"])
+    return [
+        AnswerToken(token, {top["id"]: top["logprob"] for top in steps.get(place, ())})
+        for place, token in enumerate(done["tokens"])
+    ]
+
+
+def steps_of(tokens: list[int], held: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """Return the likeliest tokens of the server's steps, by the place of the step's token in the answer.
+
+    The server leaves out a token that ends within a character. So a step can belong to several places if its
+    token occurs several times. Such a step is left out, too.
+    """
+    ids = [step["id"] for step in held]
+    first = _places(ids, tokens)
+    last = [len(tokens) - 1 - place for place in _places(ids[::-1], tokens[::-1])][::-1]
+    return {
+        one: step["top_logprobs"] for one, other, step in zip(first, last, held, strict=True) if one == other
+    }
+
+
+def _places(ids: list[int], tokens: list[int]) -> list[int]:
+    """Return the first places of `ids` in `tokens`, in this order."""
+    rest = iter(enumerate(tokens))
+    return [next(place for place, token in rest if token == one) for one in ids]
 
 
 def _loss_of_server(address: str, document: Encoded) -> tuple[float, float]:

@@ -124,6 +124,20 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def test_steps_of_the_server_belong_to_one_token_each() -> None:
+    """llama.cpp's server leaves out tokens that end within a character: here one 7 of two, and both 8."""
+
+    def steps(*ids: int) -> list[dict[str, Any]]:
+        return [{"id": one, "top_logprobs": [place]} for place, one in enumerate(ids)]
+
+    assert gguf_readers.steps_of([5, 7, 6, 7, 9], steps(5, 6, 7, 9)) == {0: [0], 2: [1], 3: [2], 4: [3]}
+    assert gguf_readers.steps_of([5, 7, 8, 8, 7, 9], steps(5, 7, 9)) == {0: [0], 5: [2]}
+    assert gguf_readers.steps_of([5, 7, 7], steps(5, 7, 7)) == {0: [0], 1: [1], 2: [2]}
+    assert gguf_readers.steps_of([8, 8], []) == {}
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+GLOBAL = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
 
 
@@ -155,6 +169,10 @@ def test_family_of_accepts_the_usual_attention_factor_of_yarn(scale: dict[str, A
             for scale in ({"attention_factor": 0.5}, {"mscale": 0.5, "mscale_all_dim": 1.0}, {"factor": 0.5})
         ),
         ({"model_type": "llama", "hidden_act": "gelu"}, "activation gelu"),
+        *(({"model_type": kind, "attention_bias": True}, "_bias") for kind in ("qwen3", "olmo2", "smollm3")),
+        ({"model_type": "smollm3", "mlp_bias": True}, "mlp_bias: true"),
+        ({"model_type": "gemma2", "final_logit_softcapping": None}, "softcapping"),
+        ({"model_type": "gemma3_text", "rope_parameters": {**GLOBAL, "sliding_attention": LINEAR}}, "window"),
         ({"model_type": "gemma2", "tie_word_embeddings": False}, "its own weights"),
         ({"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 32}, "query_pre_attn_scalar"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob"),
