@@ -67,11 +67,11 @@ _IN_PLACE = (  # a text before the secret, and the secret. `Path` turns https://
     r"(?P<bearer>\b(?i:bearer)\s+)(?=[^\s\"']*\d)[A-Za-z0-9._~+/=-]{16,}",
     r"(?P<query>[?&](?i:[a-z-]*(?:token|signature|secret|password|credential)|sig|api_?key|key)=)[^&\s\"'<>*\\]{6,}",
     r"(?P<wandb>(?i:wandb)\w{0,20}\W{1,6})[0-9a-f]{40}(?![0-9a-f])",
-    r"(?P<aws>(?i:aws_?secret_?access_?key|account_?key|shared_?access_?key)\W{1,6})[A-Za-z0-9+/=]{40,}",
+    r"(?P<aws>(?i:secret[-_]?access[-_]?key|account_?key|shared_?access_?key)\W{1,6})[A-Za-z0-9+/=]{40,}",
 )
 SECRET = re.compile("|".join([f"{_BEGIN}(?:{'|'.join(_KEYS)})", _PEM, *_IN_PLACE]))  # by format, not by name
 _GIVEN = re.compile(  # a name such as `password` and its value, in JSON, YAML and shell commands
-    r"(?P<name>(?i:api_?key|secret|passw(?:or)?d|credential|(?:auth|access|api|hub|hf)_?token|private_?key)"
+    r"(?P<name>(?i:api[-_]?key|secret|passw(?:or)?d|credential|token|private[-_]?key|access[-_]?key|[a-z0-9]_key)"
     r"\w{0,20}\W{1,6})(?P<value>[A-Za-z0-9+/=._-]{16,})"
 )
 _SECRET_KEY = re.compile(

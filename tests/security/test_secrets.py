@@ -229,6 +229,7 @@ SHAPES = {  # keys of services as they look, each made up
     "nvidia": "nvapi-" + "aB3c_" * 10,
     "pem": "-----BEGIN PRIVATE KEY-----\n" + "MIIcanary0123456" * 4 + "\n-----END PRIVATE KEY-----",
 }
+RANDOM = "q7Lm2Xv9Tb4Kc8Wd1Zr6Qp3S"
 IN_PLACE = {  # text -> what must not stay of it
     "https://user:canary-pw@example.org/x": "canary-pw",
     "postgresql://user:canary-pw@db/finetune": "canary-pw",
@@ -242,8 +243,22 @@ IN_PLACE = {  # text -> what must not stay of it
     "aws_secret_access_key = " + "cA9/+nAry" * 5: "cA9/+nAry",
     'api_key = "q7Lm2Xv9Tb4Kc8Wd1Zr6"': "q7Lm2Xv9Tb4Kc8Wd1Zr6",
     "DB_PASSWORD=q7Lm2Xv9Tb4Kc8Wd1Zr6": "q7Lm2Xv9Tb4Kc8Wd1Zr6",
+    '{"SecretAccessKey": "' + "cA9/+nAry" * 5 + '"}': "cA9/+nAry",
+    **{
+        text.format(RANDOM): RANDOM
+        for text in (
+            "x-api-key: {}",
+            "curl -H 'api-key: {}'",
+            "--api-key {}",
+            "access-token: {}",
+            "token={}",
+            '"refresh_token": "{}"',
+            "MISTRAL_KEY={}",
+        )
+    },
 }
 READABLE = [
+    "tokenizer_class: PreTrainedTokenizerFast, token_type_ids=attention_mask, sort_key: validation_fraction",
     "commit 31899f0d5e0c6a7b8c9d0e1f2a3b4c5d6e7f8091 of finetune",
     "sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     "550e8400-e29b-41d4-a716-446655440000",
