@@ -345,15 +345,20 @@ def _raised_in(error: Exception, *, passed_code: bool) -> tuple[str, str, int]:
     """Return the library, file and line that caused an exception.
 
     Code of the caller, such as a callback, comes first. A missing attribute is the fault of the code that
-    reads it. torch only runs the calls of others, so it is skipped.
+    reads it. torch only runs the calls of others, so it is skipped, unless its own import failed.
     """
-    frames = [
-        (*_library_of(frame.filename), frame.lineno or 0)
+    named = [
+        ((*_library_of(frame.filename), frame.lineno or 0), frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.name not in ("__getattr__", "__getattribute__")
     ]
+    frames = [frame for frame, _ in named]
     yours = [frame for frame in frames if frame[0] == YOURS and passed_code]
-    callers = [frame for frame in frames if frame[0] not in ("Python", "torch", YOURS)]
+    callers = [
+        frame
+        for frame, name in named
+        if frame[0] not in ("Python", "torch", YOURS) or (frame[0] == "torch" and name == "<module>")
+    ]
     return (yours or callers or frames or [("Python", "", 0)])[-1]
 
 

@@ -32,10 +32,18 @@ ONCE = "the backward pass would recompute in bf16, and get other tensors than th
 GONE = "another process of this launch ended or did not answer in time"
 _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
+_SWITCHES = (
+    r"ACCELERATE_(USE_(CPU|FSDP|DEEPSPEED|MEGATRON_LM|PARALLELISM_CONFIG)|DEBUG_MODE|CPU_AFFINITY|ENABLE_RICH"
+    r"|INIT_INCLUDE_BUFFERS)|FSDP_(USE_ORIG_PARAMS|SYNC_MODULE_STATES|OFFLOAD_PARAMS|FORWARD_PREFETCH"
+    r"|CPU_RAM_EFFICIENT_LOADING|ACTIVATION_CHECKPOINTING)|HF_HUB_OFFLINE"
+)
 _FORMS = (  # names of variables that libraries read, most of a launcher, and their values
     (r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_PORT|PARALLELISM_CONFIG_\w+_SIZE", r"-?\d{1,9}"),
     (r"ACCELERATE_GRADIENT_(CLIPPING|ACCUMULATION_STEPS)", r"|auto|-?\d{1,9}(\.\d{1,9})?"),
     (r"ACCELERATE_MIXED_PRECISION", r"|no|fp16|bf16|fp8"),
+    (_SWITCHES, r"(?i)y|yes|t|true|on|1|n|no|f|false|off|0"),  # accelerate.utils.str_to_bool
+    (r"HF_HUB_(DOWNLOAD|ETAG)_TIMEOUT", r"|\d{1,9}"),
+    (r"HF_DATASETS_IN_MEMORY_MAX_SIZE", r"\d{1,15}(\.\d{1,9})?"),
     (r"ACCELERATE_LOG_LEVEL", r"(?i)notset|debug|info|warn|warning|error|critical|fatal"),
     (
         "FINETUNE_AFTER_OUT_OF_MEMORY",  # training.auto_correction writes it
@@ -89,11 +97,15 @@ def check_variables() -> None:
     }
     for name in wrong:
         del os.environ[name]
+    alone = not wrong and processes() > 1 and "MASTER_ADDR" not in os.environ
+    if alone:
+        wrong = {"WORLD_SIZE": os.environ.pop("WORLD_SIZE")}
     if wrong:
         raise UserError(
             Problem(
                 "a variable of the environment has a wrong value",
                 found=", ".join(f"{name}={value!r}"[:100] for name, value in wrong.items())[:200],
+                expected="MASTER_ADDR beside it, as a launcher sets it" if alone else "",
                 fix=f"unset {' '.join(wrong)}",
                 code="launch-config",
             ),
@@ -102,7 +114,7 @@ def check_variables() -> None:
 
 
 def on(name: str) -> bool:
-    return said(name) in ("true", "1", "yes")
+    return said(name) in ("y", "yes", "t", "true", "on", "1")  # accelerate.utils.str_to_bool
 
 
 @contextlib.contextmanager

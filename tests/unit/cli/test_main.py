@@ -448,7 +448,12 @@ def test_too_many_open_files_are_one_message(capsys) -> None:
 
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE", "ACCELERATE_GRADIENT_CLIPPING")
-READ = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_LOG_LEVEL", "COLUMNS", "FINETUNE_AFTER_OUT_OF_MEMORY")
+READ = (
+    "ACCELERATE_MIXED_PRECISION", "ACCELERATE_LOG_LEVEL", "COLUMNS", "FINETUNE_AFTER_OUT_OF_MEMORY",
+    "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEBUG_MODE",
+    "FSDP_OFFLOAD_PARAMS", "HF_HUB_OFFLINE", "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT",
+    "HF_DATASETS_IN_MEMORY_MAX_SIZE",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", (*LAUNCHED, *READ))
@@ -459,6 +464,23 @@ def test_a_launcher_variable_with_a_wrong_value_is_one_message(name: str, capsys
         shown = capsys.readouterr()
         assert json.loads(shown.out)["problems"][0]["code"] == "launch-config"
         assert f"{name}=" in shown.err and f"unset {name}" in shown.err and len(shown.err) < 1000
+
+
+def test_world_size_without_a_launch_is_one_message(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main.main(["explain"]) == 3
+    said = capsys.readouterr().err
+    assert "WORLD_SIZE='2'" in said and "MASTER_ADDR beside it" in said and "unset WORLD_SIZE" in said
+
+
+def test_import_of_torch_that_fails_is_no_bug_of_finetune() -> None:
+    words = [sys.executable, "-P", "-m", "finetune", "doctor"]
+    done = subprocess.run(
+        words, env={**os.environ, "TORCH_LOGS": "bogus"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3 and "error: torch failed while finetune" in done.stderr
+    assert "Invalid log settings: bogus" in done.stderr and "[library-error]" in done.stderr
 
 
 def test_guarded_exception_of_a_library_is_one_message(capsys) -> None:
