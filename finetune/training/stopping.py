@@ -121,6 +121,26 @@ class Stop:
         return ""
 
 
+def check_control(control: object) -> None:
+    """Refuse what a callback of the caller returned or asked for, if finetune does not follow it (exit 2)."""
+    if not isinstance(control, TrainerControl):
+        what, why = (
+            "a callback returned something other than a TrainerControl",
+            "transformers would use it as one",
+        )
+        fix, key = "return the argument `control`, or nothing", ""
+    elif control.should_evaluate:
+        what, why = "a callback asks for an evaluation", "finetune evaluates by the settings of the recipe"
+        fix, key = "set `eval.eval_steps` and a validation set", "eval.eval_steps"
+    elif control.should_epoch_stop:
+        what, why = "a callback ends an epoch early", "resume and the learning rate need whole epochs"
+        fix, key = "set `control.should_training_stop`, which ends the training", ""
+    else:
+        return
+    found = "" if isinstance(control, TrainerControl) else type(control).__name__
+    raise UserError(Problem(what, key, found=found, fix=fix, why=why, code="your-code"))
+
+
 class Schedule(TrainerCallback):
     """Decide at which steps to save, and end the run with a checkpoint if requested."""
 
@@ -165,6 +185,7 @@ class Schedule(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        check_control(control)
         self.saved_at, self.longest = time.monotonic(), 0.0
         self.stepped_at: float | None = None
         # 500 is the default of transformers
@@ -173,6 +194,7 @@ class Schedule(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        check_control(control)
         self.stop.step_began = time.monotonic()
 
     def on_step_end(
@@ -184,10 +206,7 @@ class Schedule(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self.stop.step_began = None
-        if control.should_evaluate:
-            what, fix = "a callback asks for an evaluation", "set `eval.eval_steps` and a validation set"
-            why = "finetune evaluates by the settings of the recipe"
-            raise UserError(Problem(what, "eval.eval_steps", fix=fix, why=why, code="your-code"))
+        check_control(control)
         self.writer.check()
         if self.stepped_at is None and optimizer is not None and self.strategy != "no":
             # an error about checkpoints comes now, not at the first checkpoint
@@ -212,12 +231,14 @@ class Schedule(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        check_control(control)
         self.epoch_began = state.global_step
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """See callbacks that end the training between steps. transformers ends it after an empty epoch."""
+        check_control(control)
         if control.should_training_stop and state.global_step > self.epoch_began:
             self.complete = True
 

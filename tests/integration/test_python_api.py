@@ -81,15 +81,20 @@ class Fails(TrainerCallback):
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def on_step_end(self, args, state, control, **kwargs: object) -> None:
+    def on_step_end(self, args, state, control, **kwargs: object) -> object:
         if self.fault == "evaluation":
             control.should_evaluate = True
+        elif self.fault == "epoch":
+            control.should_epoch_stop = True
+        elif self.fault == "returns":
+            return 5
         elif self.fault == "own":
             raise ValueError("the sensor is gone")
         elif self.fault == "upstream":
             torch.zeros(2) @ torch.zeros(3)
         else:
             raise Silent
+        return None
 
 
 class Silent(Exception):
@@ -101,6 +106,8 @@ class Silent(Exception):
     ("fault", "found"),
     [
         ("evaluation", ""),
+        ("epoch", ""),
+        ("returns", "int"),
         ("own", "ValueError: the sensor is gone"),
         ("upstream", "RuntimeError: inconsistent tensor size"),
         ("silent", "RuntimeError:"),
@@ -113,7 +120,7 @@ def test_a_fault_of_a_callback_is_named_as_the_callers_own(small, tmp_path, faul
     (problem,) = raised.value.problems
     assert problem.code == "your-code" and problem.found.startswith(found)
     assert "--debug" not in str(raised.value)
-    if fault != "evaluation":
+    if fault in ("own", "upstream", "silent"):
         assert problem.where.startswith(__file__)
 
 
