@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DICTIONARY, BATCH = 2, 3  # message types
 NODES, BUFFERS = 1, 2  # fields of a record batch
+MAGIC, FIRST = b"ARROW1", 8  # the first bytes of a file, and where its first message begins
 EACH = 8  # bytes counted for each value, because a null takes no bytes in the buffers
 
 
@@ -26,18 +27,22 @@ def expanded_bytes(content: pyarrow.NativeFile) -> int:
     Each value counts `EACH` bytes in addition to its buffers.
 
     Raises:
-        ValueError: a message is damaged.
+        ValueError: a message is damaged, or a stream does not end with its end mark.
     """
     import pyarrow
     from pyarrow import ipc
 
     content.seek(0)
-    content.seek(8 if content.read(8).startswith(b"ARROW1") else 0)
+    is_stream = content.read(len(MAGIC)) != MAGIC
+    content.seek(0 if is_stream else FIRST)
     reader, total = ipc.MessageReader.open_stream(content), 0
     while True:
+        start = content.tell()
         try:
             message = reader.read_next_message()
         except (StopIteration, EOFError):
+            if is_stream and (content.tell() == start or content.tell() != content.size()):
+                raise ValueError("the stream does not end with its end mark") from None
             break
         except pyarrow.ArrowException as error:
             raise ValueError(str(error)) from error

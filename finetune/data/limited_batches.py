@@ -38,7 +38,7 @@ def read_parquet(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) 
         ValueError: it has fewer or more rows than its metadata says.
         OSError: its metadata is damaged.
     """
-    file = parquet.ParquetFile(content)
+    file = parquet.ParquetFile(content, page_checksum_verification=True)
     _check_columns(file.metadata, content.size())
     most, total, in_pages = limits.expanded(path), 0, 0
     at_once = max(PAGE_BYTES, limits.uncompressed or 0)
@@ -122,14 +122,23 @@ def read_arrow(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) ->
 
 
 def _arrow_batches(content: pyarrow.NativeFile) -> Iterator[Any]:
-    """Yield the stored batches of an Arrow file or stream."""
-    try:
-        reader = ipc.open_file(content)
-    except ValueError:  # the streaming format has no footer
-        content.seek(0)
-        yield from ipc.open_stream(content)
-        return
-    yield from map(reader.get_batch, range(reader.num_record_batches))
+    """Yield the stored batches of an Arrow file or stream, in the order in which they are stored.
+
+    The footer of a file can name other bytes, or leave out batches. So finetune reads a file as the stream
+    that it contains, and compares the number of batches.
+
+    Raises:
+        ValueError: the footer names fewer or more batches than the file contains.
+    """
+    content.seek(0)
+    is_file = content.read(len(arrow_sizes.MAGIC)) == arrow_sizes.MAGIC
+    named, read = ipc.open_file(content).num_record_batches if is_file else None, 0
+    content.seek(arrow_sizes.FIRST if is_file else 0)
+    for batch in ipc.open_stream(content):
+        read += 1
+        yield batch
+    if named not in (None, read):
+        raise ValueError(f"the file contains {read:,} batches, and its footer names {named:,}")
 
 
 def _batch_rows(
@@ -144,7 +153,7 @@ def _batch_rows(
     ]
     if not coded:
         return ROWS
-    file = parquet.ParquetFile(content, read_dictionary=coded)
+    file = parquet.ParquetFile(content, read_dictionary=coded, page_checksum_verification=True)
     longest = 0
     for batch in file.iter_batches(batch_size=1, row_groups=[index]):
         longest = _longest_repeated(batch)

@@ -11,6 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
+from finetune.core.errors import UserError
+from finetune.data import readers
 from support.paths import ROOT
 from support.soak import soak_except
 
@@ -67,3 +69,73 @@ def test_file_with_a_changed_byte_is_read_whole_or_refused(suffix: str, bits: li
     lines = ended.stdout.splitlines()
     assert ended.returncode == 0, (lines[-1:], ended.stderr[-500:])
     assert lines and not [line for line in lines if len(line.split()) > 2]
+
+
+def stream() -> tuple[bytes, list[int]]:
+    """An Arrow stream of four batches of ten rows, and where each batch ends."""
+    sink, ends = pyarrow.BufferOutputStream(), list[int]()
+    table = pyarrow.table({"prompt": [f"q{n}" for n in range(40)], "completion": ["a"] * 40})
+    with ipc.new_stream(sink, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=10):
+            writer.write_batch(batch)
+            ends.append(sink.tell())
+    return sink.getvalue().to_pybytes(), ends
+
+
+END = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+@pytest.mark.parametrize(
+    "case", ["cut", "no end mark", "early end mark", "two streams", "more after the end"]
+)
+def test_arrow_stream_that_ends_early_or_late_is_refused(case: str, tmp_path) -> None:
+    content, ends = stream()
+    path = tmp_path / "rows.arrow"
+    path.write_bytes(content)
+    assert len(list(readers.read_file(path))) == 40
+    path.write_bytes(content.removesuffix(END) + b"\0\0\0\0")  # the end mark of old writers
+    assert len(list(readers.read_file(path))) == 40
+    cut = content[: ends[1]]
+    changed = {
+        "cut": cut,
+        "no end mark": content.removesuffix(END),
+        "early end mark": cut + END + content[ends[1] :],
+        "two streams": content + content,
+        "more after the end": content + b"more",
+    }[case]
+    assert changed != content
+    path.write_bytes(changed)
+    with pytest.raises(UserError) as raised:
+        list(readers.read_file(path))
+    assert "end mark" in str(raised.value)
+
+
+def test_parquet_page_that_does_not_fit_its_checksum_is_refused(tmp_path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"prompt": ["q"] * 40, "completion": [f"spam {n}" for n in range(40)]})
+    for use_dictionary in (True, False):
+        parquet.write_table(
+            table, path, write_page_checksum=True, compression="none", use_dictionary=use_dictionary
+        )
+        assert len(list(readers.read_file(path))) == 40
+        path.write_bytes(path.read_bytes().replace(b"spam 3", b"sqam 3", 1))
+        with pytest.raises(UserError) as raised:
+            list(readers.read_file(path))
+        assert "checksum" in str(raised.value).lower()
+
+
+def test_arrow_file_whose_footer_names_other_batches_is_refused(tmp_path) -> None:
+    """An end mark in place of the first message hides all batches from a walk over the messages."""
+    path, (content, _) = tmp_path / "rows.arrow", stream()
+    messages = pyarrow.BufferReader(content)
+    ipc.MessageReader.open_stream(messages).read_next_message()
+    table = ipc.open_stream(content).read_all()
+    with path.open("wb") as file, ipc.new_file(file, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=10):
+            writer.write_batch(batch)
+    assert len(list(readers.read_file(path))) == 40
+    written = path.read_bytes()
+    first = 8 + messages.tell()  # the first batch, after the schema
+    path.write_bytes(written[:first] + END + written[first + len(END) :])
+    with pytest.raises(UserError, match="contains 0 batches, and its footer names 4"):
+        list(readers.read_file(path))
