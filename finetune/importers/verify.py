@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from finetune.importers.translation import Translation
     from finetune.recipe.schema import Recipe
 
+AXOLOTL_TYPES = ("alpaca", "chat_template", "completion", "sharegpt")
 SHOWN = 60  # characters of a text in a difference
 TRL_COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "tools")
 PACKAGES = {"axolotl": "axolotl", "LLaMA-Factory": "llamafactory"}
@@ -137,6 +138,8 @@ def _of_tool(state: Translation, recipe: Recipe, rows: list[Row]) -> tuple[str, 
         return f"TRL {version('trl')}", _of_trl(recipe, rows)
     tokenizer, found = token_checks.load_with_template(recipe), list[Tokens | str]()
     limit, reason = recipe.data.max_length, ""
+    if error := _template_error(recipe, rows, tokenizer):
+        return name_of(state.tool), [f"not compared: {error}"] * len(rows)
     try:
         reader = reader_of(state, tokenizer, limit)
     except NotCompared as error:
@@ -274,6 +277,10 @@ def reader_of(
     """
     if not packages.installed(PACKAGES[state.tool]):
         return None
+    sources = [state.given, *(one for one in state.given.get("datasets") or () if isinstance(one, dict))]
+    templates = {str(one["chat_template_jinja"]) for one in sources if one.get("chat_template_jinja")}
+    if templates - {str(state.recipe.get("data.chat_template"))}:  # the tool would render it without limits
+        raise NotCompared("the recipe does not have the config's chat_template_jinja")
     try:
         tool = _axolotl if state.tool == "axolotl" else _llamafactory
         read = tool(state.given, copy.deepcopy(tokenizer), limit)
@@ -303,6 +310,8 @@ def _axolotl(given: dict[str, Any], tokenizer: Any, limit: int) -> Callable[[Exa
     source = dict(given["datasets"][0])
     source["chat_template"] = source.get("chat_template") or given.get("chat_template") or "tokenizer_default"
     kind = str(source["type"]).partition(":")[0]
+    if kind not in AXOLOTL_TYPES:  # axolotl imports a module of this name
+        raise NotCompared(f"finetune does not compare axolotl's type {visible(kind)}")
     config = settings({**given, "sequence_len": limit})
     if kind == "alpaca":
         tokenizers = importlib.import_module("axolotl.prompt_tokenizers")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": T
 def verified(
     tmp_path: Path, given: dict[str, Any], rows: list[dict[str, Any]] | None = None
 ) -> verify.Verified:
+    tmp_path.mkdir(exist_ok=True)
     name = tmp_path / "rows.jsonl"
     lines = (DATA / "train.jsonl").read_text().splitlines()[:3]
     name.write_text("\n".join(map(json.dumps, rows) if rows else lines) + "\n")
@@ -201,6 +204,37 @@ def test_the_command_prints_the_comparison(tmp_path, capsys) -> None:
     assert main.main(["import", str(path), "--verify", "--json", "--output", str(tmp_path / "b.yaml")]) == 0
     said = json.loads(capsys.readouterr().out)["result"]["verify"]
     assert said["same"] == said["examples"] == 2 and said["differences"] == []
+
+
+@pytest.fixture
+def asked_of_axolotl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The types that reach axolotl's loader, which imports a module of this name. A stand-in records them."""
+    asked = list[str]()
+    loader_of_types, settings = ModuleType("axolotl.prompt_strategies"), ModuleType("axolotl.utils.dict")
+    monkeypatch.setattr(loader_of_types, "load", lambda *given: asked.append(given[0]), raising=False)
+    monkeypatch.setattr(settings, "DictDefault", dict, raising=False)
+    for module in (ModuleType("axolotl"), loader_of_types, settings):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("finetune.core.packages.installed", lambda _: True)
+    return asked
+
+
+@pytest.mark.parametrize("kind", ["antigravity.x", "os.load", "this", "axolotl.cli.main", "alpaca_chat.load"])
+def test_type_of_a_config_becomes_no_import(kind, asked_of_axolotl, tmp_path) -> None:
+    found = verified(tmp_path, axolotl(kind))
+    assert not asked_of_axolotl and f"does not compare axolotl's type {kind}" in found.by
+    verified(tmp_path / "known", axolotl("chat_template"))
+    assert asked_of_axolotl == ["chat_template"]
+
+
+@pytest.mark.parametrize("in_source", [False, True])
+def test_template_of_a_config_is_not_given_to_axolotl(in_source, asked_of_axolotl, tmp_path) -> None:
+    """axolotl would render it without limits. The recipe does not have it."""
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    given = axolotl("chat_template", chat_template="jinja")
+    (given["datasets"][0] if in_source else given)["chat_template_jinja"] = loop
+    found = verified(tmp_path, given)
+    assert not asked_of_axolotl and "the recipe does not have the config's chat_template_jinja" in found.by
 
 
 @pytest.mark.parametrize("kind", ["chat_template", "alpaca", "completion"])
