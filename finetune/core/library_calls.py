@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from finetune.core.errors import Problem, UserError, only_user_errors
-from finetune.core.privacy import SWITCHES
+from finetune.core.privacy import SWITCHES, switch_off_telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +32,7 @@ def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             _check_call(function.__qualname__, signature, args, kwargs)
             with _same_environment(), only_user_errors(doing):
+                switch_off_telemetry()  # before the function imports libraries
                 return function(*args, **kwargs)
 
         return call

@@ -24,7 +24,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import training_state
-from finetune.core import upstream_private
+from finetune.core import privacy, upstream_private
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, loss_weights, static_shapes
@@ -98,6 +98,14 @@ class Trainer(SFTTrainer):
             self.data_collator = partial(chunked_cross_entropy.counted, self.data_collator)
         if self.nonfinite:
             self.nonfinite.follow(self)
+
+    def _send_telemetry(self) -> None:
+        """Let TRL report the run only if the user has switched telemetry on.
+
+        huggingface_hub reads the variable when it is imported, which can be before finetune sets it.
+        """
+        if privacy.sends_telemetry():
+            super()._send_telemetry()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 import finetune
+from finetune.core import privacy
 from finetune.core.errors import UserError
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import QUICKSTART
@@ -54,6 +56,24 @@ def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path,
     assert not model.training and torch.isfinite(model(input_ids=tokens).logits).all()
     assert capsys.readouterr().out == ""
     assert dict(os.environ) == environment
+
+
+@pytest.mark.parametrize("switched_on", [False, True])
+def test_api_sends_no_telemetry_unless_it_is_switched_on(
+    switched_on, small, tmp_path, hub, monkeypatch
+) -> None:
+    """Also if the program has imported huggingface_hub before finetune switches it off."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", False)
+    for name in privacy.SWITCHES:
+        monkeypatch.setenv(name, "0") if switched_on else monkeypatch.delenv(name, raising=False)
+    options = ["train.max_steps=1", "train.warmup_steps=0", "eval.generate=false", "eval.forgetting=false"]
+    recipe = finetune.load_recipe(QUICKSTART, [*small, *options, f"train.output_dir={tmp_path / 'run'}"])
+    finetune.train(recipe, quiet=True)
+    until = time.monotonic() + 10  # a thread of the library sends it
+    while switched_on and not hub.asked("telemetry") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert bool(hub.asked("telemetry")) == switched_on, hub.requests
+    assert switched_on or not any(name in os.environ for name in privacy.SWITCHES), "as it was"
 
 
 class Ends(TrainerCallback):
