@@ -52,6 +52,8 @@ _OBJECTS = _SECTIONS | {
     "sub_configs_defaults", "per_layer_config",
 }  # fmt: skip
 _NAMES = frozenset({"architectures", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference"})
+# Values that finetune supports for keys that change how transformers builds a model or what it returns
+_SUPPORTED = {"return_dict": (True,), "fusion_config": ({}, None)}
 # Methods and fixed properties of transformers' PreTrainedConfig: a key of this name would take their place
 MEMBERS = frozenset(
     {
@@ -89,6 +91,16 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
                 found=f"{name}: {len(value):,} keys",
                 expected=f"at most {MOST_KEYS:,}",
                 fix="remove the keys that the model does not need",
+                code="model-config",
+            )
+            continue
+        if value not in _SUPPORTED.get(name, (value,)):
+            yield Problem(
+                "finetune does not support a value of the model's config",
+                key,
+                where=path,
+                found=f"{name}: {value!r}"[:200],
+                fix=f"remove {name} from the file",
                 code="model-config",
             )
             continue

@@ -61,3 +61,15 @@ def test_an_attribute_of_a_config_class_with_another_type_is_refused(name: str, 
     """Other checks take a number of an unknown key for a size."""
     (problem,) = untrusted_files.problems_of_config({name: value}, Path("config.json"), "model.name")
     assert problem.found.startswith(f"{name}: ") and problem.code == "model-config"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("return_dict", False), ("return_dict", None), ("fusion_config", {"x": 1}), ("fusion_config", 1)],
+)
+def test_a_value_that_changes_what_a_model_returns_is_refused(name: str, value: Any) -> None:
+    for config in ({name: value}, {"text_config": {name: value}}):
+        (problem,) = untrusted_files.problems_of_config(config, Path("config.json"), "model.name")
+        assert problem.fix == f"remove {name} from the file"
+    supported = {"return_dict": True, "fusion_config": None}
+    assert not list(untrusted_files.problems_of_config(supported, Path("config.json"), "model.name"))
