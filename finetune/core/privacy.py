@@ -105,12 +105,6 @@ def switch_off_telemetry() -> None:
         os.environ.setdefault(name, value)
 
 
-def sends_telemetry() -> bool:
-    """Return whether the user has switched on huggingface_hub's telemetry."""
-    values = (os.environ.get(name, "1").upper() for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"))
-    return not any(value in ("1", "ON", "YES", "TRUE") for value in values)
-
-
 class Secret(NamedTuple):
     """The position of a secret in a text."""
 

@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
-from finetune.data import chat_templates, content_check, loss_mask
+from finetune.data import chat_templates, content_check, loss_mask, text_changes
 from finetune.data.chat_templates import A_TOOL, KEY, bundled, look_at, marked_twin, other_prompt
 from finetune.data.content_check import LOST
 from finetune.data.examples import BadRow, Example, short
@@ -106,6 +106,8 @@ class Encoder:
     """The ids that the tokenizer gives to all characters that it does not know."""
     special: re.Pattern[str] = re.compile("(?!)")
     """Matches any special token of the tokenizer."""
+    compares: bool = False
+    """Whether a step of the tokenizer can change or drop letters. Then each text is compared."""
     date: str | None = None
     """The date given to a template that asks for the time."""
     with_tools: Encoder | None = None
@@ -151,6 +153,8 @@ class Encoder:
         # Encode a prompt and its completion as one text: some tokenizers start every text with a space.
         texts = [(example.prompt or "") + example.completion for example in examples if not example.messages]
         plain = iter(backend.encode_batch(texts, add_special_tokens=False))
+        if self.compares:
+            self._refuse_changes(examples, rendered)
         found: list[Encoded | BadRow] = []
         for example, text, missing in zip(
             examples, rendered, self._find_missing(examples, rendered), strict=True
@@ -166,6 +170,27 @@ class Encoder:
             except BadRow as bad:
                 found.append(bad)
         return found
+
+    def _refuse_changes(self, examples: list[Example], rendered: list[Rendered | None]) -> None:
+        """Stop if the tokenizer changes or drops letters of an example (exit 2)."""
+        for example, text in zip(examples, rendered, strict=True):
+            whole = text.text if text else (example.prompt or "") + example.completion
+            parts = self.special.split(whole)  # special tokens stay as they are
+            change = next(
+                filter(None, (text_changes.find(self.tokenizer.backend_tokenizer, one) for one in parts)), ""
+            )
+            if change:
+                raise UserError(
+                    Problem(
+                        "the tokenizer changes the text of an example",
+                        "model.name",
+                        example.where,
+                        change,
+                        fix="use the tokenizer of another checkpoint",
+                        why="the model would be trained on another text",
+                        code="tokenizer",
+                    )
+                )
 
     def _find_missing(
         self, examples: list[Example], rendered: list[Rendered | None]
@@ -466,6 +491,7 @@ def make_encoder(
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, Any] = {"opening": _opening(backend), "unknown": _unknown(backend)}
+    known["compares"] = text_changes.may_change(backend)
     # Ignore ids that are no added tokens of this tokenizer: they can be defaults of the config class.
     ends = {token for token in declared if token in tokenizer.added_tokens_decoder}
     known["stops"] = frozenset(stop_ids(tokenizer) | ends)

@@ -247,19 +247,13 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     config = GenerationConfig(
         **drawn,
         max_new_tokens=min(talk.max_new_tokens, longest - len(ids)) if longest else talk.max_new_tokens,
-        **scoring.PLAIN,
         eos_token_id=scoring.stop_ids(voice.weights, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
     listener = Listener(tokenizer, heard)
     prompt = torch.tensor([ids], device=voice.weights.device)
     with voice.adapter(), scoring.inference(voice.weights):
-        voice.weights.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=config,
-            streamer=listener,
-        )
+        scoring.run_generate(voice.weights, config, prompt, streamer=listener)
     return listener.text
 
 

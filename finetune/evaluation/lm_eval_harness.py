@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
+from transformers import GenerationConfig
 
 from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.core import packages, standard_streams, upstream_private
@@ -283,6 +284,8 @@ class TextOptions(NamedTuple):
     """Whether it applies the chat template, which writes the BOS token, if there is one."""
     bos_before: bool = False
     """Whether lm-eval itself puts BOS before a text, so that the tokenizer's would be a second one."""
+    is_local: bool = False
+    """Whether the tasks are local. generation_config.json changes only answers of lm-eval's own tasks."""
 
 
 def grouped(subject: Subject) -> dict[TextOptions, list[Any]]:
@@ -290,7 +293,7 @@ def grouped(subject: Subject) -> dict[TextOptions, list[Any]]:
     model, tokenizer, settings, date = subject
     options = {}  # vLLM ignores generation_config if it gets its own parameters
     if settings.engine == "hf":
-        options = {**scoring.PLAIN, "eos_token_id": scoring.stop_ids(model, tokenizer)}
+        options = {"eos_token_id": scoring.stop_ids(model, tokenizer)}
     found: dict[TextOptions, list[Any]] = {}
     for name in settings.tasks:
         task = tasks.local(name)
@@ -301,7 +304,8 @@ def grouped(subject: Subject) -> dict[TextOptions, list[Any]]:
             if task.chat and task.kind == "multiple_choice":
                 lead = tasks.answer_lead(tokenizer, date)
                 rows = [{**row, "choices": [f"{lead}{choice}" for choice in row["choices"]]} for row in rows]
-            texts, spec = TextOptions(task.chat, task.kind == "perplexity"), tasks.config(task, rows, options)
+            texts = TextOptions(task.chat, task.kind == "perplexity", is_local=True)
+            spec = tasks.config(task, rows, options)
         found.setdefault(texts, []).append(spec)
     return found
 
@@ -320,7 +324,11 @@ def _evaluate(
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size, date)
         engine.add_bos_token = False if texts.chat or texts.bos_before else None
         random = SEED if seeded else None
-        with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if settings.engine == "hf":
+                stack.enter_context(scoring.inference(model))
+            if settings.engine == "hf" and texts.is_local:
+                stack.enter_context(scoring.generating_with(model, GenerationConfig()))
             try:
                 found = simple_evaluate(
                     engine,

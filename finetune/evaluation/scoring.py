@@ -35,8 +35,6 @@ from finetune.recipe.schema import Data, Eval
 from finetune.speed import packing_isolation
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
-PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Options of `generate` for plain greedy search, independent of the model's generation_config."""
 LESS_MEMORY = (
     "train.per_device_train_batch_size=1, speed.activation_checkpointing=full, eval.batch_size=4, "
     "adapter.type=qlora"
@@ -344,7 +342,6 @@ def greedy_answers(
         greedy = GenerationConfig(
             max_new_tokens=max(1, min(room, positions - width)) if positions else room,
             do_sample=False,
-            **PLAIN,
             eos_token_id=stops,
             pad_token_id=pad,
         )
@@ -353,16 +350,45 @@ def greedy_answers(
         for position, index in enumerate(batch):
             ids[position, width - len(prompts[index]) :] = torch.tensor(prompts[index])
             mask[position, width - len(prompts[index]) :] = 1
-        output = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=greedy,
-        )
+        output = run_generate(model, greedy, ids.to(model.device), mask.to(model.device))
         for position, index in enumerate(batch):
             new = output[position, width:]
             text = tokenizer.decode(new, skip_special_tokens=True)
             answers[index] = encoding.without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
     return answers
+
+
+@contextlib.contextmanager
+def generating_with(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Let a model generate with `config` alone, without its own generation_config.json.
+
+    transformers takes each value that a config leaves open from the model's own. This can change greedy
+    answers, for example by `suppress_tokens` or `max_time`.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    own, base.generation_config = base.generation_config, config
+    try:
+        yield
+    finally:
+        base.generation_config = own
+
+
+def run_generate(
+    model: Any, config: GenerationConfig, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
+) -> Any:
+    """Generate with `config` alone.
+
+    Args:
+        ids: token ids of the prompts, (batch, length).
+        mask: 1 for tokens, and 0 for padding; `None`: no padding.
+        options: further arguments of `generate`.
+
+    Returns:
+        What `generate` returns.
+    """
+    mask = torch.ones_like(ids) if mask is None else mask
+    with generating_with(model, config):
+        return model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)
 
 
 def logits(model: PreTrainedModel | PeftModel, rows: list[list[int]]) -> list[torch.Tensor]:

@@ -178,16 +178,12 @@ def answers(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Return the greedy answer of a transformers model to each prompt, and the logits of its tokens."""
     found, logits = [], []
-    options: Any = {**scoring.PLAIN, "do_sample": False, "return_dict_in_generate": True}
-    greedy = GenerationConfig(
-        max_new_tokens=room, output_logits=True, eos_token_id=stops, pad_token_id=stops[0], **options
-    )
+    options: Any = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    greedy = GenerationConfig(max_new_tokens=room, eos_token_id=stops, pad_token_id=stops[0], **options)
     with torch.no_grad():
         for prompt in prompts:
             ids = torch.tensor([prompt], device=model.device)
-            done = model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=greedy
-            )
+            done = scoring.run_generate(model, greedy, ids)
             found.append(done.sequences[0, len(prompt) :].tolist())
             logits.append(torch.cat([step[:1] for step in done.logits]).float().cpu())
     return found, logits

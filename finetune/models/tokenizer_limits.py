@@ -15,12 +15,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.data.text_changes import state, steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tokenizers import Tokenizer
-    from transformers import TrainerState
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.1 s
@@ -89,15 +87,15 @@ def check(backend: Tokenizer, name: str) -> None:
                 code="tokenizer",
             )
         )
-    steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
-    if (count := sum("type" in step for step in steps)) > MOST_STEPS:
-        raise _refused("has too many steps", name, f"{count:,}", f"at most {MOST_STEPS:,}")
-    growth = prod(_growth(step) for step in steps)
+    found = [step for part in PARTS for step in steps(state(getattr(backend, part)))]
+    if len(found) > MOST_STEPS:
+        raise _refused("has too many steps", name, f"{len(found):,}", f"at most {MOST_STEPS:,}")
+    growth = prod(map(_growth, found))
     if growth > MOST_GROWTH:
         raise _refused("makes texts too long", name, "the normalizer", f"at most {MOST_GROWTH} times as long")
     if (added := backend.num_special_tokens_to_add(False)) > MOST_ADDED:
         raise _refused("adds too many tokens", name, f"{added:,}", f"at most {MOST_ADDED:,} to each text")
-    patterns = list(dict.fromkeys(text for step in steps if (text := _regex(step)) and text not in _KNOWN))
+    patterns = list(dict.fromkeys(text for step in found if (text := _regex(step)) and text not in _KNOWN))
     if len(patterns) > MOST_PATTERNS or any(len(text) > LONGEST_PATTERN for text in patterns):
         raise _refused(
             "has too many or too long patterns",
@@ -139,7 +137,7 @@ def _check_model(backend: Tokenizer, name: str) -> None:
             )
         )
 
-    for step in _steps(_state(backend.post_processor)):
+    for step in steps(state(backend.post_processor)):
         parts = [*(step.get("single") or ()), *(step.get("pair") or ())]
         named = {part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part}
         if step.get("type") == "TemplateProcessing" and (
@@ -175,24 +173,6 @@ def _refused(what: str, name: str, found: str, expected: str) -> UserError:
             code="unsafe-file",
         )
     )
-
-
-def _state(part: Any) -> Any:
-    """Return a part of a tokenizer as JSON; `None` if it is missing or is Python code of transformers."""
-    if part is None:
-        return None
-    try:
-        return json.loads(part.__getstate__())
-    except Exception:  # the library raises this type for a part that it can't serialize
-        return None
-
-
-def _steps(state: TrainerState) -> Iterator[dict[str, Any]]:
-    """Yield each object in nested JSON."""
-    if isinstance(state, dict):
-        yield state
-    for part in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
-        yield from _steps(part)
 
 
 def _growth(step: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sized
@@ -24,7 +25,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import training_state
-from finetune.core import privacy, upstream_private
+from finetune.core import upstream_private
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, loss_weights, static_shapes
@@ -102,9 +103,9 @@ class Trainer(SFTTrainer):
     def _send_telemetry(self) -> None:
         """Let TRL report the run only if the user has switched telemetry on.
 
-        huggingface_hub reads the variable when it is imported, which can be before finetune sets it.
+        huggingface_hub reads the variable when it is imported, which can be before `switch_off_telemetry`.
         """
-        if privacy.sends_telemetry():
+        if os.environ.get("HF_HUB_DISABLE_TELEMETRY", "1").upper() not in ("1", "ON", "YES", "TRUE"):
             super()._send_telemetry()
 
     def training_step(

@@ -18,7 +18,8 @@ from finetune.core.errors import UserError
 from finetune.data.encoding import make_encoder
 from finetune.data.examples import Row
 from finetune.data.formats import convert
-from finetune.evaluation import lm_eval_harness, tasks
+from finetune.evaluation import lm_eval_harness, scoring, tasks
+from finetune.export import serving_check
 from finetune.recipe.schema import Data, Eval, Model
 from support.paths import MODEL, ROOT
 from support.small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
@@ -340,20 +341,41 @@ def engine() -> Any:
     return lm_eval_harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1, None)
 
 
+OPTIONS: dict[str, Any] = {
+    "repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "num_beams": 3, "do_sample": True,
+    "guidance_scale": 5.0, "max_time": 1e-9, "forced_eos_token_id": 5, "min_new_tokens": 9,
+    "exponential_decay_length_penalty": (1, 1e30), "sequence_bias": [[[1], 1e30]], "stop_strings": ["a"],
+    "penalty_alpha": 0.6, "dola_layers": "high", "prompt_lookup_num_tokens": 3, "suppress_tokens": [2],
+    "return_dict_in_generate": True, "cache_implementation": "offloaded_hybrid",
+}  # fmt: skip
+
+
 def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
     engine, tmp_path, monkeypatch
 ) -> None:
-    """As held-out rows are answered: a base's own repetition penalty is none of the task's."""
-    rows = [{"asked": "Rosa Ito from Oxford ordered 3 3 3 pears pears.", "said": "-"}]
-    task = write_task(tmp_path, "greedy", rows, f"kind: exact_match\nchat: true\n{ASKED}")
+    """Of a task, of the validation set, and of the check of an export."""
+    asked = "Rosa Ito from Oxford ordered 3 3 3 pears pears."
+    task = write_task(
+        tmp_path, "greedy", [{"asked": asked, "said": "-"}], f"kind: exact_match\nchat: true\n{ASKED}"
+    )
+    settings, ids = Eval(tasks=[task], batch_size=1), engine.tokenizer(asked).input_ids
+    own = engine.model.generation_config
 
-    def said() -> str:
-        found = lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
-        return found["greedy"]["rows"][0]["resps"][0][0]
+    def said() -> list[Any]:
+        found = lm_eval_harness.run(engine.model, engine.tokenizer, settings)
+        stops = scoring.stop_ids(engine.model, engine.tokenizer)
+        return [
+            found["greedy"]["rows"][0]["resps"][0][0],
+            scoring.greedy_answers(engine.model, engine.tokenizer, [ids], 8, 1),
+            serving_check.answers(engine.model, [ids], stops, 8)[0],
+        ]
 
     plain = said()
-    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
-    assert plain and said() == plain
+    assert all(plain) and engine.model.generation_config is own
+    for name, value in OPTIONS.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(own, name, value)
+            assert said() == plain, name
 
 
 def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkeypatch) -> None:

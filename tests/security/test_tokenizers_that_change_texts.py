@@ -1,0 +1,97 @@
+"""A tokenizer that writes other words than the data has, or none, is refused before training."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex as Pattern
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+
+from finetune.cli import main
+from finetune.data import text_changes
+from support.paths import MODEL, QUICKSTART
+
+ROWS = [{"prompt": f"Is {n} ham?", "completion": "It is ham, not eggs."} for n in range(40)]
+
+
+def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def split(text: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"String": text}, "behavior": "Removed", "invert": False}
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a word": ("normalizer", replaced({"String": "ham"}, "spam")),
+    "a dropped word": ("normalizer", replaced({"String": "not "}, "")),
+    "digits": ("normalizer", replaced({"Regex": "[0-9]"}, "7")),
+    "the end": ("normalizer", replaced({"Regex": "^(.{4}).*"}, "$1")),
+    "a word before": ("normalizer", {"type": "Prepend", "prepend": "evil"}),
+    "a removed word": ("pre_tokenizer", split("ham")),
+    "all between words": ("pre_tokenizer", {**split(" "), "invert": True}),
+}
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Any:
+    """`changed(part, step)`: the words of a command on a model whose tokenizer has this step first."""
+    (data := tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+
+    def words(part: str, step: Any) -> list[str]:
+        model = shutil.copytree(MODEL, tmp_path / "model")
+        content = json.loads((path := model / "tokenizer.json").read_text())
+        own = [content[part]] if content[part] else []
+        kinds = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}
+        content[part] = {"type": "Sequence", kinds[part]: [step, *own]}
+        path.write_text(json.dumps(content))
+        return [str(QUICKSTART), f"model.name={model}", f"data.name={data}", "data.validation=null"]
+
+    return words
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_tokenizer_that_changes_texts_is_refused(case: str, changed: Any, capsys) -> None:
+    words = changed(*CHANGES[case])
+    for command in ("check", "data"):
+        assert main.main([command, *words]) == 2
+        said = capsys.readouterr().err
+        assert "the tokenizer changes the text of an example" in said or "can't encode every text" in said
+        assert "rows.jsonl" in said or "can't encode" in said
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer"),
+    [
+        (None, None),
+        (normalizers.NFKC(), pre_tokenizers.ByteLevel()),
+        (normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()),
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
+        (normalizers.Replace(Pattern(" {2,}"), "▁"), pre_tokenizers.Metaspace()),
+        (normalizers.Replace("``", '"'), pre_tokenizers.Split(Pattern(r"\s+"), "removed")),
+        (normalizers.ByteLevel(), pre_tokenizers.Punctuation()),
+    ],
+)
+def test_usual_steps_are_not_doubtful_and_change_no_letter(normalizer: Any, pre_tokenizer: Any) -> None:
+    backend = Tokenizer(models.BPE())
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    assert not text_changes.may_change(backend)
+    for text in ("Ünï ½ ß İ ﬁ Ⅷ", "``It's''  3.5 \t\n中文, ok", "", " "):
+        assert not text_changes.find(backend, text)
+
+
+def test_tokenizers_of_the_tests_are_not_doubtful() -> None:
+    assert not text_changes.may_change(AutoTokenizer.from_pretrained(MODEL).backend_tokenizer)
+
+
+def test_decoder_that_fails_on_short_texts_is_refused(tmp_path, capfd) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    content = json.loads((path := model / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": "s", "start": 5, "stop": 5}
+    content["decoder"] = {"type": "Sequence", "decoders": [*filter(None, [content["decoder"]]), strip]}
+    path.write_text(json.dumps(content))
+    assert main.main(["check", str(QUICKSTART), f"model.name={model}"]) == 2
+    assert "the tokenizer can't encode every text" in capfd.readouterr().err
