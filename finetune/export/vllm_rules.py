@@ -24,6 +24,11 @@ MODULES = (
     "gate_up_proj",
 )
 """Linear layers of Llama-style models that vLLM replaces by layers with LoRA."""
+VARIANTS = (
+    "use_bdlora", "use_qalora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+    "layer_replication",
+)  # fmt: skip
+"""Options of PEFT's LoRA that change the shapes of A and B, or what the layer computes with them."""
 TENSOR = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_[AB]\.weight")
 
 
@@ -47,6 +52,7 @@ def refusals(config: dict[str, Any]) -> list[str]:
         "different ranks or alphas per layer": config.get("rank_pattern") or config.get("alpha_pattern"),
         f"the adapted parameters {', '.join(parameters)}": parameters,
     }
+    reasons |= {f"the option {name}": config.get(name) for name in VARIANTS}
     found = [reason for reason, holds in reasons.items() if holds]
     return found or ([] if largest_rank(config) else [f"rank {config.get('r')}"])
 
