@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
@@ -27,10 +28,22 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
         name: prefix of the position that errors show.
 
     Raises:
-        UserError: a column has a type that is not supported (exit 2).
+        UserError: a column has a type that is not supported, or two columns have the same name (exit 2).
     """
     start = 0
     for batch in batches:
+        counts = Counter(batch.schema.names)
+        if twice := [column for column, count in counts.items() if count > 1]:
+            raise UserError(
+                Problem(
+                    "two columns have the same name",
+                    where=name,
+                    found=", ".join(sorted(twice)),
+                    fix="rename one of them, or remove it",
+                    why="only one of them would be used",
+                    code="data-format",
+                )
+            )
         decode = _struct_decoder(batch.schema, name, "")
         parts = batch.to_batches() if hasattr(batch, "to_batches") else [batch]
         rows = (value for part in parts for value in _values(part))

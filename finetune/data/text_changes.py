@@ -32,6 +32,15 @@ def may_change(backend: Tokenizer) -> bool:
     return any(part is None or any(map(_is_doubtful, steps(part))) for part in parts)
 
 
+def decodes_other_words(backend: Tokenizer) -> bool:
+    """Return whether the decoder replaces or strips letters or digits, so that answers read differently."""
+    return any(
+        (step["type"] == "Replace" and _is_doubtful(step))
+        or (step["type"] == "Strip" and step["content"].isalnum())
+        for step in steps(state(backend.decoder))
+    )
+
+
 def find(backend: Tokenizer, text: str) -> str:
     """Return the first change of letters or digits in a text, or the empty string."""
     normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer

@@ -87,11 +87,18 @@ def test_tokenizers_of_the_tests_are_not_doubtful() -> None:
     assert not text_changes.may_change(AutoTokenizer.from_pretrained(MODEL).backend_tokenizer)
 
 
-def test_decoder_that_fails_on_short_texts_is_refused(tmp_path, capfd) -> None:
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        ({"type": "Strip", "content": "_", "start": 5, "stop": 5}, "the tokenizer can't encode every text"),
+        ({"type": "Strip", "content": "s", "start": 1, "stop": 1}, "changes words when it decodes"),
+        (replaced({"String": "ham"}, "spam"), "changes words when it decodes"),
+    ],
+)
+def test_decoder_that_fails_or_changes_words_is_refused(step, said: str, tmp_path, capfd) -> None:
     model = shutil.copytree(MODEL, tmp_path / "model")
     content = json.loads((path := model / "tokenizer.json").read_text())
-    strip = {"type": "Strip", "content": "s", "start": 5, "stop": 5}
-    content["decoder"] = {"type": "Sequence", "decoders": [*filter(None, [content["decoder"]]), strip]}
+    content["decoder"] = {"type": "Sequence", "decoders": [*filter(None, [content["decoder"]]), step]}
     path.write_text(json.dumps(content))
     assert main.main(["check", str(QUICKSTART), f"model.name={model}"]) == 2
-    assert "the tokenizer can't encode every text" in capfd.readouterr().err
+    assert said in capfd.readouterr().err

@@ -216,3 +216,12 @@ def test_hub_dataset_with_a_late_year_gives_a_bad_row(tmp_path: Path, datasets_h
     datasets_hub.add("me/late", **{"train.parquet": path.read_bytes()})
     good, bad = source_loading._hub(Source(name="me/late", split="train"))
     assert isinstance(good, Row) and isinstance(bad, BadRow) and "can't be read" in bad.problem.what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_columns_of_one_name_are_an_error(kind: str, tmp_path: Path) -> None:
+    columns = [pyarrow.array([text] * 3) for text in ("q", "a", "evil")]
+    table = pyarrow.Table.from_arrays(columns, names=["prompt", "completion", "completion"])
+    with pytest.raises(UserError, match="two columns have the same name") as raised:
+        values(saved(table, tmp_path, kind))
+    assert raised.value.problems[0].found == "completion"
