@@ -14,6 +14,7 @@ from typing import Any
 import optuna
 import psutil
 import pytest
+from transformers import TrainerControl
 
 from finetune.cli.arguments import until
 from finetune.core.errors import UserError
@@ -63,7 +64,7 @@ def test_step_that_hangs_is_measured_without_the_clock(jump, monkeypatch) -> Non
     stop: Any = stopping.Stop()
     stop.deferred = True
     schedule: Any = SimpleNamespace(stop=stop)
-    stopping.Schedule.on_step_begin(schedule, None, None, None)
+    stopping.Schedule.on_step_begin(schedule, None, None, TrainerControl())
     jump()
     stop.heard("SIGTERM")
     assert 0 <= asked[0] < 100 and not left

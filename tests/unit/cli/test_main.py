@@ -252,8 +252,8 @@ def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, re
 def test_several_processes_are_launched(monkeypatch) -> None:
     """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
     seen = []
-    for name in ("ACCELERATE_USE_CPU", launch_environment.ACCELERATE):
-        monkeypatch.setenv(name, "")  # which is set on the way, and set back here
+    for name, value in (("ACCELERATE_USE_CPU", "false"), (launch_environment.ACCELERATE, "")):
+        monkeypatch.setenv(name, value)  # which is set on the way, and set back here
     monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
     with pytest.raises(SystemExit):
         main.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
