@@ -438,6 +438,13 @@ def problems_of_config(content: object, path: Path, key: str) -> Iterator[Proble
     yield from config_values.problems(_entries(content), str(path), key)
 
 
+# Arguments of transformers' tokenizers that are no settings of a file
+ARGUMENTS = frozenset({
+    "tokenizer_object", "__slow_tokenizer", "gguf_file", "post_processor", "vocab", "merges",
+    "tokenizer_truncation", "tokenizer_padding", "_json_truncation", "_json_padding",
+})  # fmt: skip
+
+
 def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _config(path, key)
     content = _read(path, key)
@@ -446,6 +453,18 @@ def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _too_many_tokens(max(count, len(_texts(content))), path, key)
     yield from _too_long_tokens(content, path, key)
     yield from _odd_keys(content, path, key)
+    given = content if isinstance(content, dict) else {}
+    for name in sorted(ARGUMENTS & given.keys()):
+        if given[name] is not None:
+            yield Problem(
+                "a key of the tokenizer's settings takes the place of an argument of transformers",
+                key,
+                where=str(path),
+                found=f"{name}: {given[name]!r}"[:200],
+                fix=f"remove {name} from the file",
+                why="transformers sets it itself",
+                code="model-files",
+            )
 
 
 def _odd_keys(content: object, path: Path, key: str) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from finetune.cli import main
+from finetune.core import untrusted_files
 from finetune.data import text_changes
 from support.paths import MODEL, QUICKSTART
 
@@ -102,3 +103,13 @@ def test_decoder_that_fails_or_changes_words_is_refused(step, said: str, tmp_pat
     path.write_text(json.dumps(content))
     assert main.main(["check", str(QUICKSTART), f"model.name={model}"]) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(untrusted_files.ARGUMENTS))
+def test_settings_of_a_tokenizer_take_no_argument_of_transformers(name: str, tmp_path, capsys) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    content = json.loads((path := model / "tokenizer_config.json").read_text())
+    for value, code in ((None, 0), ("x", 2)):
+        path.write_text(json.dumps({**content, name: value}))
+        assert main.main(["check", str(QUICKSTART), f"model.name={model}"]) == code
+    assert f"remove {name} from the file" in capsys.readouterr().err
