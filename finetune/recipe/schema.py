@@ -156,7 +156,8 @@ class Data(Section):
     streaming: bool = False
     """Read the data while training, if it does not fit on the disk twice. Needs `train.max_steps`."""
     shuffle_buffer: int = Field(default=10_000, ge=1)
-    """Number of examples that are shuffled (and packed) together when streaming."""
+    """Number of examples that are shuffled (and packed) together when streaming. Each epoch has the same
+    order."""
     max_example_bytes: int = Field(default=4 * 2**20, ge=1, le=2**31 - 2)
     """Longest example in bytes: a line, a .txt file, or the files of one example in a tar. A longer example
     is an error."""

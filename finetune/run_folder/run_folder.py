@@ -49,6 +49,7 @@ _LARGEST: dict[str, int] = dict.fromkeys(
 )
 _LARGEST |= {"data_report.json": 16 * 2**20}
 _LARGEST_OF_OTHERS = 4 * 2**20
+UNPUBLISHED = "name a run that `finetune publish` has uploaded"
 WANDB = "wandb"  # W&B's folder in a run folder
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "validation.jsonl"  # a copy of the validation set, so that the run can be evaluated anywhere
@@ -335,7 +336,8 @@ def _instead(run: RunFolder) -> str:
 def open_run(path: str | Path) -> RunFolder:
     """Open a run folder, or a published run `organization/name@revision` (exit 2 if there is no run)."""
     run = RunFolder(Path(path))
-    if "@" in str(path) and not run.path.exists():
+    of_hub = "@" in str(path) and not run.path.exists()
+    if of_hub:
         run = _fetch(str(path))
     if not run.recipe.exists() or not run.weights.exists():
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
@@ -344,7 +346,7 @@ def open_run(path: str | Path) -> RunFolder:
                 "the path is not a finished run",
                 where=str(path),
                 found=f"no {missing}",
-                fix=_instead(run),
+                fix=UNPUBLISHED if of_hub else _instead(run),
                 code="run-folder",
             )
         )
@@ -410,9 +412,14 @@ def _is_own_link(entry: Path) -> bool:
 
 
 def _fetch(name: str) -> RunFolder:
-    """Download a published run to runs/<name>-<commit>. The weights stay in the Hub's cache."""
+    """Download a published run to runs/<name>-<commit>. The weights stay in the Hub's cache.
+
+    A repository without a recipe is no run, so no folder is made for it.
+    """
     patterns = ["*.safetensors", "*.json", "*.jsonl", "*.yaml", "*.jinja", "*.model", "*.txt"]
     snapshot, commit = client.download(name, patterns)
+    if not RunFolder(snapshot).recipe.exists():
+        return RunFolder(snapshot)
     target = Path("runs") / f"{client.split(name)[0].rpartition('/')[2]}-{commit[:8]}"
     if not target.exists():
         target.parent.mkdir(exist_ok=True)

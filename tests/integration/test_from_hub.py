@@ -281,7 +281,9 @@ def test_what_is_not_published_there(hub: Hub, capsys, tmp_path, monkeypatch) ->
     monkeypatch.chdir(tmp_path)
     hub.add("me/other", **{"config.json": b"{}"})
     assert main.main(["evaluate", "me/other@main"]) == 2
-    assert "no recipe.resolved.yaml" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no recipe.resolved.yaml" in said and "`finetune publish` has uploaded" in said
+    assert not (tmp_path / "runs").exists()
     assert main.main(["evaluate", "me/none@main"]) == 3
     assert main.main(["evaluate", "runs/quikstart"]) == 2 and not hub.asked("quikstart")
     assert "ORGANIZATION/NAME@REVISION" in capsys.readouterr().err
