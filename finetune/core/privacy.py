@@ -80,10 +80,11 @@ _SECRET_KEY = re.compile(
 )
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # a run of letters and digits
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
-_NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD and openai_key
+_NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD and db_password
     r"(?i)(TOKENS?|SECRETS?|CREDENTIALS?|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|CONNECTION_STRING)(_|$)"
-    r"|(^|_)(ACCESS|SECRET|PRIVATE)_KEY(_|$)|_(PASS|PWD|KEY|PAT)$"
+    r"|(^|_)(ACCESS|SECRET|PRIVATE)_KEY(_|$)|_(PASS|PWD)$"
 )
+_MAY_NAME = re.compile(r"(?i)_(KEY|PAT)$")  # OPENAI_KEY holds a secret, and CACHE_KEY does not
 _LOGIN = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")  # the password of an address, such as DATABASE_URL
 _A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
@@ -176,9 +177,13 @@ def _masked_value(match: re.Match[str]) -> str:
 
 def secrets() -> list[str]:
     """Return the secrets that this process knows in all their encodings, the longest first."""
-    named = [value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)]
-    values = {value for value in named if not (os.path.isabs(value) and os.path.exists(value))}  # SSH_KEY
-    values |= {login for value in os.environ.values() for login in _LOGIN.findall(value)} | {logged_in()}
+    given = [(name, value) for name, value in os.environ.items() if not _A_PLACE.search(name)]
+    values = {value for name, value in given if _NAMED.search(name)}
+    values |= {value for name, value in given if _MAY_NAME.search(name) and is_random(value)}
+    values = {value for value in values if not (os.path.isabs(value) and os.path.exists(value))}
+    logins = (login for value in os.environ.values() for login in _LOGIN.findall(value))
+    values |= {login for login in logins if not login.isalpha()}  # `postgres` is the password of many tests
+    values |= {logged_in()}
     forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
     return sorted(forms, key=len, reverse=True)
 

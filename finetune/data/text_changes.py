@@ -1,7 +1,7 @@
-"""Find texts whose letters or digits a tokenizer changes or drops before it looks for tokens.
+"""Find texts whose words a tokenizer changes or drops before it looks for tokens.
 
-Usual tokenizers only compose characters, change their case, or write spaces in another way. Others can
-replace a word by another one. Tests of the tokenizer alone can't find this, so each text is compared.
+Usual tokenizers only compose characters, change their case, or write spaces and quotes in another way. Others
+can replace a word by another one. Tests of the tokenizer alone can't find this, so each text is compared.
 """
 
 from __future__ import annotations
@@ -17,78 +17,102 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-# Steps that keep letters and digits, up to their case, their accents and their form (NFKD)
+# Steps that keep words, up to the case, accents and form (NFKD) of their characters
 _KEEPS = frozenset({
     "Sequence", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents", "Strip", "BertNormalizer",
     "ByteLevel", "Metaspace", "Digits", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "UnicodeScripts",
 })  # fmt: skip
+_MARK = "\u2581"  # what many tokenizers write for a space
 _SPACES = frozenset({r"\s+", r"\s", r" {2,}", r" +", r"\n", r"[\r\n]", r"[\r\n]+"})  # patterns of spaces
+_QUOTES = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032`", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033", '"'),
+    }
+)
+_INVISIBLE = ("Cc", "Cf", "Cn", "Co")  # categories of control characters, such as a space without width
 AROUND = 12  # characters that a message shows before and after a change
 
 
 def may_change(backend: Tokenizer) -> bool:
-    """Return whether a step of a tokenizer can change or drop letters or digits of some text."""
+    """Return whether a step of a tokenizer can change or drop words of some text."""
     parts = (state(backend.normalizer), state(backend.pre_tokenizer))
     return any(part is None or any(map(_is_doubtful, steps(part))) for part in parts)
 
 
-def decodes_other_words(backend: Tokenizer) -> bool:
-    """Return whether the decoder replaces or strips letters or digits, so that answers read differently."""
-    return any(
-        (step["type"] == "Replace" and _is_doubtful(step))
-        or (step["type"] == "Strip" and step["content"].isalnum())
-        for step in steps(state(backend.decoder))
+def writes_other_words(backend: Tokenizer) -> bool:
+    """Return whether a step writes letters for spaces, or the decoder changes or drops words."""
+    before = [*steps(state(backend.normalizer)), *steps(state(backend.pre_tokenizer))]
+    decoder = list(steps(state(backend.decoder)))
+    marks = [step.get(key) for step in (*before, *decoder) for key in ("replacement", "suffix", "prepend")]
+    stripped = [step["content"] for step in decoder if step["type"] == "Strip"]
+    replaces = any(
+        step["type"] == "CTC" or (step["type"] == "Replace" and _is_doubtful(step)) for step in decoder
     )
+    return replaces or any(str(mark).isalnum() for mark in (*marks, *stripped) if mark)
 
 
 def find(backend: Tokenizer, text: str) -> str:
-    """Return the first change of letters or digits in a text, or the empty string."""
+    """Return the first change of words in a text, for a message; the empty string if there is none."""
     normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     changed = normalizer.normalize_str(text) if normalizer else text
-    in_bytes = any(step["type"] == "ByteLevel" for step in steps(state(normalizer)))
-    if found := _difference(_letters(text, in_bytes), _letters(changed, in_bytes)):
+    kinds = {step["type"] for step in steps(state(normalizer))}
+    read = _ascii_letters if "ByteLevel" in kinds else _words
+    words, others = read(text), read(changed)
+    # BERT writes spaces around Chinese characters, and other normalizers for invisible characters
+    hidden = not text.isascii() and any(unicodedata.category(one) in _INVISIBLE for one in text)
+    if hidden or "BertNormalizer" in kinds:
+        words, others = ["".join(words)], ["".join(others)]
+    if found := _difference(words, others):
         return found
     if pre_tokenizer is None:
         return ""
     kept = [offsets for _, offsets in pre_tokenizer.pre_tokenize_str(changed)]
     gaps = pairwise([(0, 0), *kept, (len(changed), len(changed))])
     dropped = (changed[end:start] for (_, end), (start, _) in gaps)
-    return next((f"{_short(gap)} is dropped" for gap in dropped if any(map(str.isalnum, gap))), "")
+    return next((f"{_short(gap)} is dropped" for gap in dropped if _words(gap)), "")
 
 
 def _is_doubtful(step: dict[str, Any]) -> bool:
+    """Return whether a step can change or drop something else than spaces and quotes."""
     kind, behavior = step["type"], step.get("behavior")
-    pattern = step.get("pattern")
-    of_spaces = isinstance(pattern, dict) and (
-        pattern.get("Regex") in _SPACES or not any(map(str.isalnum, pattern.get("String", "a")))
-    )
+    pattern: Any = step.get("pattern")
+    pattern = pattern if isinstance(pattern, dict) else {}
+    of_spaces = pattern.get("Regex") in _SPACES or ("String" in pattern and not _words(pattern["String"]))
     if kind == "Replace":
-        return not of_spaces or any(map(str.isalnum, step.get("content", "")))
+        quotes = {"``": '"', "''": '"'}.get(pattern.get("String", "")) == step.get("content")
+        return not quotes and not (of_spaces and step.get("content") and not _words(step["content"]))
     if kind == "Prepend":
-        return any(map(str.isalnum, step.get("prepend", "")))
+        return bool(_words(step.get("prepend", "")))
     if kind == "CharDelimiterSplit":
-        return str(step.get("delimiter", "a")).isalnum()
+        return bool(_words(str(step.get("delimiter", "a"))))
     if kind in ("Split", "Punctuation"):
         return behavior == "Removed" and not (of_spaces and not step.get("invert"))
     return kind not in _KEEPS
 
 
-def _letters(text: str, in_bytes: bool) -> str:
-    """Return the letters and digits of a text without case, accents and forms; of bytes, only ASCII."""
+def _words(text: str) -> list[str]:
+    """Return the words of a text without case, accents and forms."""
+    text = text.replace(_MARK, " ")
     if text.isascii():
-        return "".join(filter(str.isalnum, text.casefold()))
-    if in_bytes:
-        return "".join(one for one in text if one.isascii() and one.isalnum()).casefold()
-    plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
-    return "".join(filter(str.isalnum, plain))
+        return text.replace("``", '"').replace("''", '"').replace("`", "'").casefold().split()
+    plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold()).translate(_QUOTES)
+    kept = [one for one in plain if one.isspace() or unicodedata.category(one) not in ("Mn", *_INVISIBLE)]
+    return "".join(kept).replace("''", '"').split()
 
 
-def _difference(text: str, changed: str) -> str:
-    if text == changed:
+def _ascii_letters(text: str) -> list[str]:
+    """Return the ASCII letters and digits of a text, which a normalizer of bytes keeps."""
+    return ["".join(one for one in text if one.isascii() and one.isalnum()).casefold()]
+
+
+def _difference(words: list[str], changed: list[str]) -> str:
+    if words == changed:
         return ""
-    start = len(os.path.commonprefix([text, changed]))  # noqa: RUF071 (of texts, not of paths)
+    one, other = " ".join(words), " ".join(changed)
+    start = len(os.path.commonprefix([one, other]))  # noqa: RUF071 (of texts, not of paths)
     first = max(0, start - AROUND)
-    return f"{_short(text[first:])} becomes {_short(changed[first:])}"
+    return f"{_short(one[first:])} becomes {_short(other[first:])}"
 
 
 def _short(text: str) -> str:

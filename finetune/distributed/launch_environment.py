@@ -89,6 +89,8 @@ def check_variables() -> None:
     Raises:
         UserError: a variable has another form, such as no number (exit 3).
     """
+    for name in [name for name, value in os.environ.items() if not value and re.fullmatch(_SWITCHES, name)]:
+        del os.environ[name]  # as if it were not set; Accelerate and PEFT would fail
     wrong = {
         name: value
         for name, value in os.environ.items()
@@ -97,15 +99,11 @@ def check_variables() -> None:
     }
     for name in wrong:
         del os.environ[name]
-    alone = not wrong and processes() > 1 and "MASTER_ADDR" not in os.environ
-    if alone:
-        wrong = {"WORLD_SIZE": os.environ.pop("WORLD_SIZE")}
     if wrong:
         raise UserError(
             Problem(
                 "a variable of the environment has a wrong value",
                 found=", ".join(f"{name}={value!r}"[:100] for name, value in wrong.items())[:200],
-                expected="MASTER_ADDR beside it, as a launcher sets it" if alone else "",
                 fix=f"unset {' '.join(wrong)}",
                 code="launch-config",
             ),

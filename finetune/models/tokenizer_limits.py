@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.data.text_changes import decodes_other_words, state, steps
+from finetune.data.text_changes import state, steps, writes_other_words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -105,10 +105,8 @@ def check(backend: Tokenizer, name: str) -> None:
         )
     if patterns and (slow := _find_slow(tuple(patterns))) is not None:
         raise _refused("has a pattern that takes too long", name, patterns[slow][:200], "another pattern")
-    if decodes_other_words(backend):
-        raise _refused(
-            "changes words when it decodes", name, "the decoder", "a decoder that changes no letters"
-        )
+    if writes_other_words(backend):
+        raise _refused("writes other words", name, "a step with letters", "steps that change no letters")
     _check_model(backend, name)
 
 

@@ -132,7 +132,7 @@ def check_control(control: object) -> None:
     elif control.should_evaluate:
         what, why = "a callback asks for an evaluation", "finetune evaluates by the settings of the recipe"
         fix, key = "set `eval.eval_steps` and a validation set", "eval.eval_steps"
-    elif control.should_epoch_stop:
+    elif control.should_epoch_stop and not control.should_training_stop:
         what, why = "a callback ends an epoch early", "resume and the learning rate need whole epochs"
         fix, key = "set `control.should_training_stop`, which ends the training", ""
     else:

@@ -84,6 +84,7 @@ class Ends(TrainerCallback):
 
     def end(self, args, state, control, **kwargs: object) -> None:
         control.should_training_stop = state.global_step > 0
+        control.should_epoch_stop = control.should_training_stop  # many callbacks set both
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_log", "on_epoch_end"])

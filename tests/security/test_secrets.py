@@ -183,7 +183,9 @@ def test_a_recipe_holds_no_secret_of_this_environment(name: str, canaries, recip
     [
         ("TOKENIZERS_PARALLELISM", "examples"),
         ("SSH_KEY_PATH", "examples/tiny"),
-        ("SSH_KEY", str(QUICKSTART)),
+        ("SSH_SECRET", str(QUICKSTART)),
+        ("S3_KEY", "examples/train.jsonl"),
+        ("SONAR_PROJECT_KEY", "stories260K"),
         ("API_TOKEN", "short"),
         ("OLDPWD", "examples"),
         ("MONKEY", "examples"),
@@ -197,17 +199,21 @@ def test_what_is_no_secret_stays(name: str, value: str, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, "{}") for name in ("PGPASSWORD", "MYSQL_PWD", "DB_PASS", "OPENAI_KEY", "GITHUB_PAT")),
-        *(
-            (name, "{}")
-            for name in ("SSH_PASSPHRASE", "HFTOKEN", "MYSECRET", "db_password", "openai_api_key")
-        ),
-        ("DATABASE_URL", "postgres://me:{}@localhost/db"),
+        *((name, "correct-horse") for name in ("PGPASSWORD", "MYSQL_PWD", "DB_PASS", "SSH_PASSPHRASE")),
+        *((name, "correct-horse") for name in ("HFTOKEN", "MYSECRET", "db_password", "openai_api_key")),
+        *((name, "q7Lm2Xv9Tb4Kc8Wd1Zr6") for name in ("OPENAI_KEY", "GITHUB_PAT", "mistral_key")),
+        ("DATABASE_URL", "postgres://me:correct-horse@localhost/db"),
     ],
 )
 def test_variables_of_other_tools_hold_secrets_too(name: str, value: str, monkeypatch) -> None:
-    monkeypatch.setenv(name, value.format("correct-horse"))
-    assert privacy.masked("a correct-horse b") == "a **** b"
+    monkeypatch.setenv(name, value)
+    secret = "correct-horse" if "://" in value else value
+    assert privacy.masked(f"a {secret} b") == "a **** b"
+
+
+def test_ordinary_word_as_the_password_of_an_address_stays(monkeypatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgres://postgres:postgres@localhost:5432/test")
+    assert privacy.masked("postgres is a database") == "postgres is a database"
 
 
 SHAPES = {  # keys of services as they look, each made up

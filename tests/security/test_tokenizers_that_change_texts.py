@@ -15,7 +15,7 @@ from finetune.core import untrusted_files
 from finetune.data import text_changes
 from support.paths import MODEL, QUICKSTART
 
-ROWS = [{"prompt": f"Is {n} ham?", "completion": "It is ham, not eggs."} for n in range(40)]
+ROWS = [{"prompt": f"Is {n} ham?", "completion": "It is ham + 3, not eggs."} for n in range(40)]
 
 
 def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
@@ -26,12 +26,18 @@ def split(text: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"String": text}, "behavior": "Removed", "invert": False}
 
 
+METASPACE = {"type": "Metaspace", "prepend_scheme": "never", "split": True}
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "a word": ("normalizer", replaced({"String": "ham"}, "spam")),
     "a dropped word": ("normalizer", replaced({"String": "not "}, "")),
     "digits": ("normalizer", replaced({"Regex": "[0-9]"}, "7")),
     "the end": ("normalizer", replaced({"Regex": "^(.{4}).*"}, "$1")),
-    "a word before": ("normalizer", {"type": "Prepend", "prepend": "evil"}),
+    "a word before": ("normalizer", {"type": "Prepend", "prepend": "evil "}),
+    "letters for spaces": ("pre_tokenizer", {**METASPACE, "replacement": "e"}),
+    "a sign": ("normalizer", replaced({"String": " + "}, " - ")),
+    "a sign before digits": ("normalizer", replaced({"Regex": "\\+ (?=[0-9])"}, "")),
+    "a space": ("normalizer", replaced({"Regex": " (?=not)"}, "")),
+    "a removed sign": ("pre_tokenizer", split("+")),
     "a removed word": ("pre_tokenizer", split("ham")),
     "all between words": ("pre_tokenizer", {**split(" "), "invert": True}),
 }
@@ -60,8 +66,12 @@ def test_tokenizer_that_changes_texts_is_refused(case: str, changed: Any, capsys
     for command in ("check", "data"):
         assert main.main([command, *words]) == 2
         said = capsys.readouterr().err
-        assert "the tokenizer changes the text of an example" in said or "can't encode every text" in said
-        assert "rows.jsonl" in said or "can't encode" in said
+        refused = (
+            "the tokenizer changes the text of an example",
+            "can't encode every text",
+            "writes other words",
+        )
+        assert any(what in said for what in refused)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +102,14 @@ def test_tokenizers_of_the_tests_are_not_doubtful() -> None:
     ("step", "said"),
     [
         ({"type": "Strip", "content": "_", "start": 5, "stop": 5}, "the tokenizer can't encode every text"),
-        ({"type": "Strip", "content": "s", "start": 1, "stop": 1}, "changes words when it decodes"),
-        (replaced({"String": "ham"}, "spam"), "changes words when it decodes"),
+        ({"type": "Strip", "content": "s", "start": 1, "stop": 1}, "writes other words"),
+        (replaced({"String": "ham"}, "spam"), "writes other words"),
+        ({"type": "BPEDecoder", "suffix": "am"}, "writes other words"),
+        ({**METASPACE, "replacement": "m"}, "writes other words"),
+        (
+            {"type": "CTC", "pad_token": "1", "word_delimiter_token": "|", "cleanup": True},
+            "writes other words",
+        ),
     ],
 )
 def test_decoder_that_fails_or_changes_words_is_refused(step, said: str, tmp_path, capfd) -> None:

@@ -15,7 +15,7 @@ import yaml
 import finetune
 from finetune.cli import arguments, main
 from finetune.core import command_lines, error_codes, errors
-from finetune.distributed import launch_environment
+from finetune.distributed import collectives, launch_environment
 from support.paths import QUICKSTART, ROOT
 
 TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
@@ -466,12 +466,20 @@ def test_a_launcher_variable_with_a_wrong_value_is_one_message(name: str, capsys
         assert f"{name}=" in shown.err and f"unset {name}" in shown.err and len(shown.err) < 1000
 
 
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "ACCELERATE_USE_CPU", "FSDP_OFFLOAD_PARAMS"])
+def test_empty_switch_is_a_switch_that_is_not_set(name: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, "")
+    assert main.main(["explain"]) == 0
+    assert name not in os.environ
+
+
 def test_world_size_without_a_launch_is_one_message(capsys, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert main.main(["explain"]) == 3
-    said = capsys.readouterr().err
-    assert "WORLD_SIZE='2'" in said and "MASTER_ADDR beside it" in said and "unset WORLD_SIZE" in said
+    assert main.main(["explain"]) == 0, "no process group is made"
+    with pytest.raises(errors.UserError, match="unset WORLD_SIZE") as raised:
+        collectives.joined("cpu")
+    assert raised.value.code == 3
 
 
 def test_import_of_torch_that_fails_is_no_bug_of_finetune() -> None:
