@@ -106,8 +106,8 @@ class Encoder:
     """The ids that the tokenizer gives to all characters that it does not know."""
     special: re.Pattern[str] = re.compile("(?!)")
     """Matches any special token of the tokenizer."""
-    compares: bool = False
-    """Whether a step of the tokenizer can change or drop letters. Then each text is compared."""
+    comparison: text_changes.Comparison | None = None
+    """How each text is compared, if a step of the tokenizer can change or drop words."""
     date: str | None = None
     """The date given to a template that asks for the time."""
     with_tools: Encoder | None = None
@@ -153,8 +153,8 @@ class Encoder:
         # Encode a prompt and its completion as one text: some tokenizers start every text with a space.
         texts = [(example.prompt or "") + example.completion for example in examples if not example.messages]
         plain = iter(backend.encode_batch(texts, add_special_tokens=False))
-        if self.compares:
-            self._refuse_changes(examples, rendered)
+        if self.comparison:
+            self._refuse_changes(examples, rendered, self.comparison)
         found: list[Encoded | BadRow] = []
         for example, text, missing in zip(
             examples, rendered, self._find_missing(examples, rendered), strict=True
@@ -171,15 +171,16 @@ class Encoder:
                 found.append(bad)
         return found
 
-    def _refuse_changes(self, examples: list[Example], rendered: list[Rendered | None]) -> None:
-        """Stop if the tokenizer changes or drops letters of an example (exit 2)."""
+    def _refuse_changes(
+        self, examples: list[Example], rendered: list[Rendered | None], how: text_changes.Comparison
+    ) -> None:
+        """Stop if the tokenizer changes or drops words of an example (exit 2)."""
+        backend = self.tokenizer.backend_tokenizer
         for example, text in zip(examples, rendered, strict=True):
             whole = text.text if text else (example.prompt or "") + example.completion
             parts = self.special.split(whole)  # special tokens stay as they are
-            change = next(
-                filter(None, (text_changes.find(self.tokenizer.backend_tokenizer, one) for one in parts)), ""
-            )
-            if change:
+            changes = (text_changes.find(backend, part, how) for part in parts)
+            if change := next(filter(None, changes), ""):
                 raise UserError(
                     Problem(
                         "the tokenizer changes the text of an example",
@@ -491,7 +492,7 @@ def make_encoder(
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, Any] = {"opening": _opening(backend), "unknown": _unknown(backend)}
-    known["compares"] = text_changes.may_change(backend)
+    known["comparison"] = text_changes.comparison(backend)
     # Ignore ids that are no added tokens of this tokenizer: they can be defaults of the config class.
     ends = {token for token in declared if token in tokenizer.added_tokens_decoder}
     known["stops"] = frozenset(stop_ids(tokenizer) | ends)

@@ -10,7 +10,7 @@ import json
 import os
 import unicodedata
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,10 +34,23 @@ _INVISIBLE = ("Cc", "Cf", "Cn", "Co")  # categories of control characters, such 
 AROUND = 12  # characters that a message shows before and after a change
 
 
-def may_change(backend: Tokenizer) -> bool:
-    """Return whether a step of a tokenizer can change or drop words of some text."""
-    parts = (state(backend.normalizer), state(backend.pre_tokenizer))
-    return any(part is None or any(map(_is_doubtful, steps(part))) for part in parts)
+class Comparison(NamedTuple):
+    """How the texts of a tokenizer are compared with what its steps make of them."""
+
+    kinds: frozenset[str]
+    """The kinds of the normalizer's steps."""
+    drops: bool
+    """Whether the pre-tokenizer can drop a part of a text."""
+
+
+def comparison(backend: Tokenizer) -> Comparison | None:
+    """Return how to compare each text, or `None` if no step of the tokenizer can change or drop words."""
+    doubtful = []
+    for part in (state(backend.normalizer), state(backend.pre_tokenizer)):
+        doubtful.append(part is None or any(map(_is_doubtful, steps(part))))
+    if not any(doubtful):
+        return None
+    return Comparison(frozenset(step["type"] for step in steps(state(backend.normalizer))), doubtful[1])
 
 
 def writes_other_words(backend: Tokenizer) -> bool:
@@ -52,22 +65,18 @@ def writes_other_words(backend: Tokenizer) -> bool:
     return replaces or any(str(mark).isalnum() for mark in (*marks, *stripped) if mark)
 
 
-def find(backend: Tokenizer, text: str) -> str:
+def find(backend: Tokenizer, text: str, how: Comparison) -> str:
     """Return the first change of words in a text, for a message; the empty string if there is none."""
-    normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
-    changed = normalizer.normalize_str(text) if normalizer else text
-    kinds = {step["type"] for step in steps(state(normalizer))}
-    read = _ascii_letters if "ByteLevel" in kinds else _words
+    changed = backend.normalizer.normalize_str(text) if backend.normalizer else text
+    read = _ascii_letters if "ByteLevel" in how.kinds else _words
     words, others = read(text), read(changed)
     # BERT writes spaces around Chinese characters, and other normalizers for invisible characters
     hidden = not text.isascii() and any(unicodedata.category(one) in _INVISIBLE for one in text)
-    if hidden or "BertNormalizer" in kinds:
+    if hidden or "BertNormalizer" in how.kinds:
         words, others = ["".join(words)], ["".join(others)]
-    if found := _difference(words, others):
+    if (found := _difference(words, others)) or not how.drops:
         return found
-    if pre_tokenizer is None:
-        return ""
-    kept = [offsets for _, offsets in pre_tokenizer.pre_tokenize_str(changed)]
+    kept = [offsets for _, offsets in backend.pre_tokenizer.pre_tokenize_str(changed)]
     gaps = pairwise([(0, 0), *kept, (len(changed), len(changed))])
     dropped = (changed[end:start] for (_, end), (start, _) in gaps)
     return next((f"{_short(gap)} is dropped" for gap in dropped if _words(gap)), "")
