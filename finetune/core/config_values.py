@@ -52,8 +52,8 @@ _OBJECTS = _SECTIONS | {
     "sub_configs_defaults", "per_layer_config",
 }  # fmt: skip
 _NAMES = frozenset({"architectures", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference"})
-# Values that finetune supports for keys that change how transformers builds a model or what it returns
-_SUPPORTED = {"return_dict": (True,), "fusion_config": ({}, None)}
+# Keys that change what a model of transformers returns, and whether finetune needs them to be set
+_FIXED = {"return_dict": True, "fusion_config": False}
 # Methods and fixed properties of transformers' PreTrainedConfig: a key of this name would take their place
 MEMBERS = frozenset(
     {
@@ -94,7 +94,7 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
                 code="model-config",
             )
             continue
-        if value not in _SUPPORTED.get(name, (value,)):
+        if bool(value) != _FIXED.get(name, bool(value)):
             yield Problem(
                 "finetune does not support a value of the model's config",
                 key,
