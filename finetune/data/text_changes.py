@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import unicodedata
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ _KEEPS = frozenset({
     "ByteLevel", "Metaspace", "Digits", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "UnicodeScripts",
 })  # fmt: skip
 _MARK = "\u2581"  # what many tokenizers write for a space
+_MARKS = (_MARK, "\u0120", "\u010a")  # of spaces and line breaks in tokens
 _SPACES = frozenset({r"\s+", r"\s", r" {2,}", r" +", r"\n", r"[\r\n]", r"[\r\n]+"})  # patterns of spaces
 _QUOTES = str.maketrans(
     {
@@ -59,10 +61,19 @@ def writes_other_words(backend: Tokenizer) -> bool:
     decoder = list(steps(state(backend.decoder)))
     marks = [step.get(key) for step in (*before, *decoder) for key in ("replacement", "suffix", "prepend")]
     stripped = [step["content"] for step in decoder if step["type"] == "Strip"]
-    replaces = any(
-        step["type"] == "CTC" or (step["type"] == "Replace" and _is_doubtful(step)) for step in decoder
+    changes = any(
+        step["type"] == "CTC" or (step["type"] == "Replace" and _of_words(step)) for step in decoder
     )
-    return replaces or any(str(mark).isalnum() for mark in (*marks, *stripped) if mark)
+    return changes or any(str(mark).isalnum() for mark in (*marks, *stripped) if mark)
+
+
+def _of_words(step: dict[str, Any]) -> bool:
+    """Return whether a replacement of a decoder writes or reads words, and not only marks of tokenizers."""
+    pattern = step["pattern"]
+    text = pattern.get("String", "")
+    plain = re.sub(r"\\p\{\w+\}|\\.", "", pattern.get("Regex", ""))  # without classes of characters
+    reads = (text.isalnum() and text not in _MARKS) or re.search(r"[^\W\d_]{2,}", plain)
+    return bool(reads) or any(map(str.isalnum, step["content"]))
 
 
 def find(backend: Tokenizer, text: str, how: Comparison) -> str:
@@ -105,9 +116,16 @@ def _words(text: str) -> list[str]:
     text = text.replace(_MARK, " ")
     if text.isascii():
         return text.replace("``", '"').replace("''", '"').replace("`", "'").casefold().split()
-    plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold()).translate(_QUOTES)
-    kept = [one for one in plain if one.isspace() or unicodedata.category(one) not in ("Mn", *_INVISIBLE)]
-    return "".join(kept).replace("''", '"').split()
+    plain = _without_marks(unicodedata.normalize("NFKD", text))
+    plain = _without_marks(unicodedata.normalize("NFKD", plain.casefold()))
+    return plain.translate(_QUOTES).replace("''", '"').split()
+
+
+def _without_marks(text: str) -> str:
+    """Return a text without accents and invisible characters."""
+    categories = map(unicodedata.category, text)
+    pairs = zip(text, categories, strict=True)
+    return "".join(one for one, kind in pairs if one.isspace() or (kind[0] != "M" and kind not in _INVISIBLE))
 
 
 def _ascii_letters(text: str) -> list[str]:

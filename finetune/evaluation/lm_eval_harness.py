@@ -268,6 +268,10 @@ def run(
     return results
 
 
+# Values of generation_config.json that lm-eval's own numbers depend on, because real models set them
+OF_MODEL = ("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "no_repeat_ngram_size")
+
+
 class Subject(NamedTuple):
     """The model that lm-eval evaluates, with its settings."""
 
@@ -285,7 +289,7 @@ class TextOptions(NamedTuple):
     bos_before: bool = False
     """Whether lm-eval itself puts BOS before a text, so that the tokenizer's would be a second one."""
     is_local: bool = False
-    """Whether the tasks are local. generation_config.json changes only answers of lm-eval's own tasks."""
+    """Whether finetune made the tasks of a local file in its own form."""
 
 
 def grouped(subject: Subject) -> dict[TextOptions, list[Any]]:
@@ -310,6 +314,12 @@ def grouped(subject: Subject) -> dict[TextOptions, list[Any]]:
     return found
 
 
+def _generation(model: Any, texts: TextOptions) -> GenerationConfig:
+    """Return the part of the model's generation_config.json that changes the answers of these tasks."""
+    kept = () if texts.is_local else OF_MODEL
+    return GenerationConfig(**{name: getattr(model.generation_config, name, None) for name in kept})
+
+
 def _evaluate(
     subject: Subject, specs: list[Any], texts: TextOptions, batch_size: int, *, seeded: bool = True
 ) -> dict[str, Any]:
@@ -327,8 +337,7 @@ def _evaluate(
         with contextlib.ExitStack() as stack:
             if settings.engine == "hf":
                 stack.enter_context(scoring.inference(model))
-            if settings.engine == "hf" and texts.is_local:
-                stack.enter_context(scoring.generating_with(model, GenerationConfig()))
+                stack.enter_context(scoring.generating_with(model, _generation(model, texts)))
             try:
                 found = simple_evaluate(
                     engine,

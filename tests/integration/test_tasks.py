@@ -378,6 +378,17 @@ def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
             assert said() == plain, name
 
 
+def test_tasks_of_lm_eval_take_only_penalties_from_the_generation_config(engine, monkeypatch) -> None:
+    own = engine.model.generation_config
+    for name, value in OPTIONS.items():
+        monkeypatch.setattr(own, name, value)
+    kept = lm_eval_harness._generation(engine.model, lm_eval_harness.TextOptions(False))
+    assert (kept.repetition_penalty, kept.no_repeat_ngram_size) == (5.0, 1)
+    assert kept.eos_token_id == own.eos_token_id and kept.stop_strings is kept.max_time is None
+    local = lm_eval_harness._generation(engine.model, lm_eval_harness.TextOptions(False, is_local=True))
+    assert local.repetition_penalty is local.eos_token_id is None
+
+
 def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkeypatch) -> None:
     """It is one word, whose perplexity no float holds; what lm-eval's own tasks end in is told."""
     rows = [{"said": "".join(chr(0x4E00 + 7 * row + at * 11) for at in range(168))} for row in range(7)]

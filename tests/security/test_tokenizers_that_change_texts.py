@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Regex as Pattern
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from finetune.cli import main
@@ -95,6 +96,44 @@ def test_usual_steps_are_not_doubtful_and_change_no_letter(normalizer: Any, pre_
         assert not text_changes.find(backend, text, text_changes.Comparison(kinds, pre_tokenizer is not None))
 
 
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence(
+            [
+                decoders.Replace("\u2581", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1),
+            ]
+        ),
+        decoders.Replace("\u0120", " "),
+        decoders.Replace("</w>", " "),
+        decoders.Replace(Pattern(r"\s+|\u2581"), " "),
+        decoders.BPEDecoder("</w>"),
+        decoders.WordPiece("##"),
+        decoders.ByteLevel(),
+        decoders.Metaspace(),
+    ],
+)
+def test_usual_decoders_write_no_other_words(decoder: Any) -> None:
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoder
+    assert not text_changes.writes_other_words(backend)
+
+
+def test_accents_case_and_form_do_not_count() -> None:
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    )
+    how = text_changes.Comparison(frozenset(), False)
+    for code in (*range(0x20, 0x0900), *range(0x1E00, 0x2100)):
+        text = f"a{chr(code)}b c"
+        if unicodedata.category(chr(code)) != "Cn":
+            assert not text_changes.find(backend, text, how), hex(code)
+
+
 def test_tokenizers_of_the_tests_are_not_doubtful() -> None:
     assert text_changes.comparison(AutoTokenizer.from_pretrained(MODEL).backend_tokenizer) is None
 
@@ -105,6 +144,7 @@ def test_tokenizers_of_the_tests_are_not_doubtful() -> None:
         ({"type": "Strip", "content": "_", "start": 5, "stop": 5}, "the tokenizer can't encode every text"),
         ({"type": "Strip", "content": "s", "start": 1, "stop": 1}, "writes other words"),
         (replaced({"String": "ham"}, "spam"), "writes other words"),
+        (replaced({"Regex": "ham|eggs"}, ""), "writes other words"),
         ({"type": "BPEDecoder", "suffix": "am"}, "writes other words"),
         ({**METASPACE, "replacement": "m"}, "writes other words"),
         (
