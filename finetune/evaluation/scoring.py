@@ -365,7 +365,7 @@ def generating_with(model: Any, config: GenerationConfig) -> Iterator[None]:
     transformers takes each value that a config leaves open from the model's own. This can change greedy
     answers, for example by `suppress_tokens` or `max_time`.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     own, base.generation_config = base.generation_config, config
     try:
         yield
