@@ -439,7 +439,7 @@ def problems_of_config(content: object, path: Path, key: str) -> Iterator[Proble
 
 
 # Arguments of transformers' tokenizers that are no settings of a file
-ARGUMENTS = frozenset({
+TOKENIZER_ARGUMENTS = frozenset({
     "tokenizer_object", "__slow_tokenizer", "gguf_file", "post_processor", "vocab", "merges",
     "tokenizer_truncation", "tokenizer_padding", "_json_truncation", "_json_padding",
 })  # fmt: skip
@@ -454,7 +454,7 @@ def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _too_long_tokens(content, path, key)
     yield from _odd_keys(content, path, key)
     given = content if isinstance(content, dict) else {}
-    for name in sorted(ARGUMENTS & given.keys()):
+    for name in sorted(TOKENIZER_ARGUMENTS & given.keys()):
         if given[name] is not None:
             yield Problem(
                 "a key of the tokenizer's settings takes the place of an argument of transformers",

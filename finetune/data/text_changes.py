@@ -79,8 +79,7 @@ def _of_words(step: dict[str, Any]) -> bool:
 def find(backend: Tokenizer, text: str, how: Comparison) -> str:
     """Return the first change of words in a text, for a message; the empty string if there is none."""
     changed = backend.normalizer.normalize_str(text) if backend.normalizer else text
-    read = _ascii_letters if "ByteLevel" in how.kinds else _words
-    words, others = read(text), read(changed)
+    words, others = _words(text), _words(_decoded(changed) if "ByteLevel" in how.kinds else changed)
     # BERT writes spaces around Chinese characters, and other normalizers for invisible characters
     hidden = not text.isascii() and any(unicodedata.category(one) in _INVISIBLE for one in text)
     if hidden or "BertNormalizer" in how.kinds:
@@ -128,9 +127,11 @@ def _without_marks(text: str) -> str:
     return "".join(one for one, kind in pairs if one.isspace() or (kind[0] != "M" and kind not in _INVISIBLE))
 
 
-def _ascii_letters(text: str) -> list[str]:
-    """Return the ASCII letters and digits of a text, which a normalizer of bytes keeps."""
-    return ["".join(one for one in text if one.isascii() and one.isalnum()).casefold()]
+def _decoded(text: str) -> str:
+    """Return the text for which a normalizer of bytes has written these characters."""
+    from tokenizers.decoders import ByteLevel
+
+    return ByteLevel().decode(list(text))
 
 
 def _difference(words: list[str], changed: list[str]) -> str:

@@ -269,7 +269,7 @@ def run(
 
 
 # Values of generation_config.json that lm-eval's own numbers depend on, because real models set them
-OF_MODEL = ("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "no_repeat_ngram_size")
+GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "no_repeat_ngram_size")
 
 
 class Subject(NamedTuple):
@@ -314,9 +314,9 @@ def grouped(subject: Subject) -> dict[TextOptions, list[Any]]:
     return found
 
 
-def _generation(model: Any, texts: TextOptions) -> GenerationConfig:
+def _generation_config(model: Any, texts: TextOptions) -> GenerationConfig:
     """Return the part of the model's generation_config.json that changes the answers of these tasks."""
-    kept = () if texts.is_local else OF_MODEL
+    kept = () if texts.is_local else GENERATION_KEYS
     return GenerationConfig(**{name: getattr(model.generation_config, name, None) for name in kept})
 
 
@@ -337,7 +337,7 @@ def _evaluate(
         with contextlib.ExitStack() as stack:
             if settings.engine == "hf":
                 stack.enter_context(scoring.inference(model))
-                stack.enter_context(scoring.generating_with(model, _generation(model, texts)))
+                stack.enter_context(scoring.generating_with(model, _generation_config(model, texts)))
             try:
                 found = simple_evaluate(
                     engine,

@@ -121,7 +121,8 @@ def config_in(path: Path) -> Any:
         raw = regular_files.read_json(path, "model.name")
         raise_if_any(untrusted_files.problems_of_config(raw, path, "model.name"))
         config = as_config(raw)
-        raise_if_any(_without_window(config.get_text_config(), path))
+        text = config.get_text_config()
+        raise_if_any(_without_window(text, path) + _foreign_layers(text, path))
         return config
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(
@@ -137,18 +138,53 @@ def config_in(path: Path) -> Any:
 
 
 def _without_window(text: Any, path: Path) -> list[Problem]:
-    """Check that a model with layers of sliding-window attention has a window."""
+    """Check that layers of sliding-window attention have a window.
+
+    The layers need it, and so does transformers' cache of generated answers, which it makes from the config.
+    """
     types, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
-    if isinstance(types, list) and getattr(text, "model_type", "") != "mixtral":  # it ignores them
-        is_wrong = "sliding_attention" in types and not (isinstance(window, int) and window > 0)
+    source = _source_of(text)
+    if source == "" or (isinstance(window, int) and window > 0):
+        return []
+    if isinstance(types, list):
+        is_wrong = "sliding_attention" in types
     else:  # such families use a window in all layers, and some can switch it off
-        is_on = getattr(text, "use_sliding_window", True) is not False
-        is_wrong = is_on and isinstance(window, int) and window < 1
+        is_for_all = source is not None and not re.search(r"\blayer_types\b", source) and window is not None
+        is_wrong = getattr(text, "use_sliding_window", True) is not False and (
+            isinstance(window, int) or is_for_all
+        )
     if not is_wrong:
         return []
     what, fix = "the model has no window for its sliding-window attention", "set `sliding_window` in the file"
     found = f"sliding_window: {window}"
     return [Problem(what, "model.name", where=str(path), found=found, fix=fix, code="model-config")]
+
+
+def _foreign_layers(text: Any, path: Path) -> list[Problem]:
+    """Check that the config names no layers of linear attention that its family lacks.
+
+    transformers would make the cache of generated answers for them.
+    """
+    types, kind = getattr(text, "layer_types", None), "linear_attention"
+    if not isinstance(types, list) or kind not in types or kind in (_source_of(text) or kind):
+        return []
+    what, fix = f"the model's family has no layers of kind {kind}", "correct `layer_types` in the file"
+    found = f"layer_types: {types}"
+    return [Problem(what, "model.name", where=str(path), found=found, fix=fix, code="model-config")]
+
+
+def _source_of(text: Any) -> str | None:
+    """Return the source of a config class.
+
+    `None` stands for an unknown class. The empty string stands for a model that has no cache, or has its own
+    because its layers are not the usual attention.
+    """
+    node = _class_of(getattr(text, "model_type", ""))
+    if node is None:
+        return None
+    source = ast.unparse(node)
+    has_usual_cache = "num_attention_heads" in source and "use_cache" in source and "block_type" not in source
+    return source if has_usual_cache else ""
 
 
 def as_config(raw: dict[str, Any]) -> Any:

@@ -122,6 +122,16 @@ def test_usual_decoders_write_no_other_words(decoder: Any) -> None:
     assert not text_changes.writes_other_words(backend)
 
 
+def test_changes_behind_a_normalizer_of_bytes_are_found_in_every_script() -> None:
+    backend = Tokenizer(models.BPE())
+    for word, other in (("ham", "spam"), ("Мир", "Война"), ("3", "7"), ("中", "")):
+        steps = [normalizers.Replace(word, other), normalizers.ByteLevel()]
+        backend.normalizer = normalizers.Sequence(steps)
+        assert (how := text_changes.comparison(backend))
+        assert text_changes.find(backend, f"Мы: {word}!", how)
+        assert not text_changes.find(backend, "Мы: é ▁ ok\n", how)
+
+
 def test_accents_case_and_form_do_not_count() -> None:
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.Sequence(
@@ -162,7 +172,7 @@ def test_decoder_that_fails_or_changes_words_is_refused(step, said: str, tmp_pat
     assert said in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(untrusted_files.ARGUMENTS))
+@pytest.mark.parametrize("name", sorted(untrusted_files.TOKENIZER_ARGUMENTS))
 def test_settings_of_a_tokenizer_take_no_argument_of_transformers(name: str, tmp_path, capsys) -> None:
     model = shutil.copytree(MODEL, tmp_path / "model")
     content = json.loads((path := model / "tokenizer_config.json").read_text())
