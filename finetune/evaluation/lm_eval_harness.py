@@ -269,7 +269,13 @@ def run(
 
 
 # Values of generation_config.json that lm-eval's own numbers depend on, because real models set them
-GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "repetition_penalty", "no_repeat_ngram_size")
+GENERATION_KEYS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)
 
 
 class Subject(NamedTuple):

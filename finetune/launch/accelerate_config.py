@@ -29,7 +29,7 @@ PREFIXES = {
 
 CODE, UNKNOWN_VALUE = "launch-config", "Accelerate does not know this value"
 LONGEST_VALUE = 1000  # characters
-MOST_CHOICES = 5  # that a message lists beside the most similar one
+MOST_CHOICES = 5  # that a message lists after the most similar one
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 # Smallest and largest integers of the launcher's options; -1 if the command line gives the number
 RANGES = {
@@ -43,8 +43,8 @@ RANGES = {
 ANY = (0, 2**63 - 1)
 # Keys of launches on several machines, and their values for one machine
 ONE_MACHINE = {"num_machines": (1,), "main_process_ip": ("127.0.0.1", "localhost"), "mpirun_config": ({},)}
-# Keys that Accelerate writes into a config and ignores when it reads one, and their effective values.
-# commands/launch.py of 1.15 reads only options with a default of None.
+# Keys that Accelerate writes into a config and does not read, and their effective values. It reads only
+# options with a default of None (1.15, commands/launch.py).
 COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
 # Keys of FSDP1 that Accelerate ignores under version 2, and the help for each
 FSDP1 = {

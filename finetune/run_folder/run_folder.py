@@ -359,8 +359,8 @@ def open_run(path: str | Path) -> RunFolder:
 def refuse_links(folder: Path) -> None:
     """Stop if a folder has links that leave it, or entries that are neither files nor folders (exit 2).
 
-    The link to the Hub's cache that `_fetch` makes is allowed. W&B's own folder is not searched: it has links
-    to W&B's logs, and finetune reads and sends nothing of it.
+    The link to the Hub's cache that `_fetch` makes is allowed. finetune does not search W&B's own folder,
+    which has links to W&B's logs. It neither reads nor publishes this folder.
     """
     root, problems = untrusted_files.real_path(folder), list[Problem]()
     for above, folders, files in os.walk(root):

@@ -394,8 +394,8 @@ class Trainer(SFTTrainer):
         inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
         inner.worker_init_fn = loader_workers.keep_workers(inner.worker_init_fn)
         inner.timeout = self.loader_timeout if inner.num_workers else 0
-        # torch draws a seed for workers when they begin, in each life of a run where they persist: from this
-        # one, that the generator which decides on the order of rows is where it would be without a stop
+        # torch draws a seed when workers begin, also after a resume. With its own generator, this does not
+        # change the order of rows
         inner.generator = torch.Generator()
         self.loader = inner  # not left to the garbage: there queues are closed first, and torch waits 20 s
         return loader

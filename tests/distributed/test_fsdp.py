@@ -1,6 +1,6 @@
-"""`finetune train` under FSDP2, from recipe to reopened weights, on two CPU ranks; and from its checkpoints.
+"""`finetune train` with FSDP2 on two CPU ranks, from the recipe to the saved weights, and with `--resume`.
 
-Accelerate runs DDP where it finds CPUs: in these processes it takes them for GPUs.
+Accelerate uses DDP on CPUs. In these processes it takes the CPUs for GPUs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OTHERS = [("dora", "false"), ("ia3", "true"), ("vera", "false")]
 
 
 def one_rank_as_on_gpus(arguments: list[str]) -> None:
-    """Tensors are copied as CUDA does: a NaN of 16 bits comes out as one and the same (pytorch #159333)."""
+    """Copy tensors as CUDA does: every NaN of 16 bits becomes the same NaN (pytorch #159333)."""
     copied = torch._foreach_copy_
 
     def through_fp32(to: Any, given: Any, *more: Any) -> None:
@@ -55,7 +55,7 @@ def one_rank_as_on_gpus(arguments: list[str]) -> None:
 
 
 def one_rank_in_16_bits(arguments: list[str]) -> None:
-    """4-bit codes as numbers of 16 bits, as they were gathered once."""
+    """Gather 4-bit weights as numbers of 16 bits, as an older version did."""
     policy, packed = MixedPrecisionPolicy(torch.bfloat16, torch.float32), four_bit.pack
     four_bit.fsdp_policy = lambda *_: policy
     four_bit.pack = lambda base: packed(base, torch.bfloat16)
@@ -137,7 +137,7 @@ def on_two_ranks(
     precision: str = "no",
     rank: Any = fsdp_on_cpus.command,
 ) -> dict[str, Any]:
-    """A run that both split, into `place`; its run checks by option, all of which must have passed."""
+    """Train on two ranks into `place`. Return the run checks by option, which must all have passed."""
     launch = fsdp_on_cpus.ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
     launch["ACCELERATE_MIXED_PRECISION"] = precision
     words = [
@@ -169,7 +169,7 @@ def test_other_adapters_train_what_one_process_does(
 
 @pytest.mark.soak
 def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, monkeypatch) -> None:
-    """Whatever bits they are: what lies in numbers of 16 bits is other codes where CUDA has copied it."""
+    """CUDA changes some bits when it copies numbers of 16 bits, so the weights must be bytes."""
     given = ["adapter.type=qlora", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
     given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
     place = tmp_path / "two"
@@ -183,7 +183,7 @@ def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, mo
 
 @pytest.mark.soak
 def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
-    """And run again in backward; on a GPU `auto` compiles them: launch_environment.eager."""
+    """The backward pass runs them again. On a GPU `auto` compiles them (`launch_environment.eager`)."""
     given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]
     given += ["speed.activation_checkpointing=full", "data.packing=true", "data.max_length=256"]
     given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]
@@ -239,7 +239,7 @@ def test_state_that_can_not_be_made_whole_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(("limit", "fits"), [(10**6, False), (10**12, True)])
 def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: bool, tmp_path) -> None:
-    """Twelve bytes a weight: 9.2 MB of these 0.77 M; only where weights are split, and checkpoints made."""
+    """A weight takes 12 bytes, so 0.77 M weights take 9.2 MB. It needs split weights and checkpoints."""
     (tmp_path / "memory.max").write_text(str(limit))
     (tmp_path / "memory.current").write_text("0")
     loaded = loader.load(QUICKSTART, ["adapter.type=full", "train.save_steps=2"])
@@ -273,8 +273,7 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
 
 
 def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
-    """What splits weights leaves each process its part of them, three layers and what is outside of layers; a
-    base of codes leaves."""
+    """Each process holds its part of split weights, three whole layers and the weights outside of layers."""
     loaded = loader.load(QUICKSTART, ["adapter.type=full"])
     setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full")
     launch = dataclasses.replace(setup.launch, processes=4, sharded="FSDP", splitter="FSDP")

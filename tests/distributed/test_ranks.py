@@ -1,4 +1,4 @@
-"""What the processes of one launch do together: end, agree on a batch, stop in time; what one can not do."""
+"""The processes of one launch end, stop and choose a batch size together."""
 
 import os
 import re
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 
 def two_processes(*given: str, **own: str) -> subprocess.Popen[str]:
-    """Two processes on the CPU by our launcher; what they say on stderr can be read."""
+    """Launch two processes on the CPU. The caller can read their stderr."""
     config = ROOT / "accelerate_configs" / "cpu_2.yaml"
     command = [sys.executable, "-m", "finetune.launch", "--config_file", str(config), *given]
     own |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -63,7 +63,7 @@ def two_processes(*given: str, **own: str) -> subprocess.Popen[str]:
 
 
 def short(small: tuple[str, str], two_layers: Path, *more: str) -> list[str]:
-    """`finetune train`, on two layers, with nothing to evaluate."""
+    """Return the arguments of a training with two layers and no evaluation."""
     given = ["train.max_steps=6", "train.effective_batch_size=8", "train.save_total_limit=null"]
     given += ["adapter.lora_dropout=0.1", "data.validation=null", "eval.forgetting=false"]
     return ["train", str(QUICKSTART), *given, small[0], f"model.name={two_layers}", *more, "--quiet"]
@@ -83,7 +83,7 @@ def short(small: tuple[str, str], two_layers: Path, *more: str) -> list[str]:
 def test_all_ranks_end_and_the_first_ones_message_is_the_last(
     how: str, code: int, last: str, tmp_path
 ) -> None:
-    """At most 5 s after the time that one waits for another, from when both have begun."""
+    """They end at most 5 s after the timeout, counted from when both have begun."""
     script, begun = tmp_path / "fails.py", tmp_path / "begun"
     script.write_text(FAILS)
     wait = 8 if how == "one hangs" else 30  # nothing else is to time out, however late a process starts
@@ -115,9 +115,9 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
 def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
     fault: str, code: int, last: str, seconds: float, small, two_layers, tmp_path
 ) -> None:
-    """With a timeout of 15 s; the other rank neither says that it is resumable, nor that it failed first.
+    """The timeout is 15 s. The other rank says neither that it can resume nor that it failed first.
 
-    Where the rank hangs is said by Python's own thread.
+    Python's own thread prints where the rank hangs.
     """
     run = tmp_path / "run"
     words = short(small, two_layers, f"train.output_dir={run}", "train.logging_steps=1")
@@ -175,7 +175,7 @@ GONE = f"error: {launch_environment.GONE}"
         ([(5, 9, GONE), (-6, 10, "")], 0),  # NCCL's watchdog
         ([(-6, 9, ""), (5, 10, GONE)], 0),  # ended by itself
         ([(-15, 9, ""), (75, 9, "")], 1),
-        ([(5, 9, GONE), (75, 10, "")], 1),  # a signal to one that was not training yet
+        ([(5, 9, GONE), (75, 10, "")], 1),  # a signal before the training
         ([(2, 9, "error: a"), (2, 9, "error: a")], 0),
     ],
 )
@@ -188,7 +188,7 @@ def test_who_failed_first(failures: list[Any], rank: int) -> None:
 def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tmp_path) -> None:
     run = tmp_path / "run"
     given = [f"train.output_dir={run}", "train.max_steps=500", f"model.name={two_layers}", *small]
-    restarts = ["--max_restarts", "1"]  # which does not begin again what was told to end
+    restarts = ["--max_restarts", "1"]  # a run that a signal has ended does not begin again
     with two_processes(*restarts, "-m", "finetune", "train", str(QUICKSTART), *given) as process:
         log, until = run / "metrics.jsonl", time.monotonic() + 120
         while not log.exists() and process.poll() is None and time.monotonic() < until:
@@ -247,7 +247,7 @@ def test_ranks_of_a_killed_launcher_save_and_end(small, two_layers, tmp_path) ->
 
 
 def runs(*commands: list[str]) -> None:
-    """Each to its `--until`."""
+    """Run each command up to its `--until`."""
     for words in commands:
         assert main.main(words) == 75, words
 
@@ -255,7 +255,7 @@ def runs(*commands: list[str]) -> None:
 @pytest.mark.soak
 @pytest.mark.usefixtures("the_only_launch")
 def test_ranks_take_as_many_rows_as_fit_on_each(small, two_layers, tmp_path) -> None:
-    """`auto`: 4 rows do not fit on rank 1. The run is the one that says 2, also where it goes on."""
+    """With `auto`, 4 rows do not fit on rank 1. The run equals one with a size of 2, also after a resume."""
     size = "train.per_device_train_batch_size"
     told = short(small, two_layers, f"{size}=2", "train.output_dir=told", "--until=2")
     found = short(small, two_layers, f"{size}=auto", "train.output_dir=found")
@@ -275,7 +275,7 @@ def runs_with_little_memory(told: list[str], found: list[str], resumed: list[str
 
 
 def until_a_time(words: list[str]) -> None:
-    """Rank 1's clock is far ahead of rank 0's; then both have no time left."""
+    """Give rank 1 no time and rank 0 an hour: both stop."""
     far = "--until=1h" if os.environ["RANK"] == "0" else "--until=0.001s"
     runs([*words, "train.output_dir=straight", "--until=2"], [*words, "train.output_dir=timed", far])
     runs([*words, "train.output_dir=timed", "--until=0.001s", "--resume"])
@@ -314,7 +314,7 @@ def test_machines_without_a_common_disk_are_told_before_anything_is_loaded(
 
 
 def on_rows_of_their_own(words: list[str], rows: str) -> None:
-    """One path, and on each machine other rows under it, as many."""
+    """Train on one path that has other rows on each machine, and as many."""
     lines, rank = Path(rows).read_text().splitlines(), int(os.environ["RANK"])
     Path(str(rank)).mkdir()
     Path(str(rank), "train.jsonl").write_text("\n".join(lines[48 * rank : 48 * rank + 48]) + "\n")
@@ -331,7 +331,7 @@ def test_machines_with_other_rows_under_one_name_are_refused(small, two_layers, 
 
 
 def ends_late(words: list[str]) -> None:
-    """Rank 0 has much to write when a run has been stopped."""
+    """Let rank 0 write for long after a run has stopped."""
     after = html_report.after
 
     def slowly(*given: Any) -> Any:
@@ -398,7 +398,7 @@ def test_the_config_that_is_read_where_none_is_named_is_looked_at(
 
 @pytest.mark.usefixtures("the_only_launch")
 def test_a_proof_is_not_started_by_a_launcher(small, two_layers) -> None:
-    """It starts the runs itself, each launched as `finetune train` launches it."""
+    """`prove` launches each run itself, as `finetune train` does."""
     given = [str(QUICKSTART), small[0], "data.validation=null", f"model.name={two_layers}"]
     said = two_ranks.run(each_is_refused, given)
     for flag in ("--rehearse", "--verify-resume"):
@@ -408,7 +408,7 @@ def test_a_proof_is_not_started_by_a_launcher(small, two_layers) -> None:
 
 def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) -> None:
     monkeypatch.setenv(launch_environment.TIMEOUT, "10")
-    here = len(psutil.Process(os.getppid()).children())  # this process and those beside it
+    here = len(psutil.Process(os.getppid()).children())  # this process and its siblings
     for processes, seconds, started, given_up in (
         (1, 99, here + 1, False),
         (2, 8, here + 1, False),
@@ -421,7 +421,7 @@ def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) 
 
 
 def prepares_for_long() -> None:
-    """On one of two ranks, of which the first takes longer than all wait for each other."""
+    """Prepare data on one of two ranks. The first takes longer than the timeout."""
     from accelerate import PartialState
 
     from finetune.training import load_data, resume_facts, training_data
@@ -444,7 +444,7 @@ def test_data_may_take_longer_to_prepare_than_ranks_wait() -> None:
 
 
 def looks_at_its_base(decomposed: bool) -> None:
-    """On one of two ranks, whose bases differ by a bit."""
+    """Compare base models that differ in one bit, on one of two ranks."""
     from finetune.adapters import initialization
     from finetune.training import base_fingerprint
 
@@ -461,7 +461,7 @@ def looks_at_its_base(decomposed: bool) -> None:
 
 
 def test_a_base_is_one_on_all_ranks() -> None:
-    """PiSSA's is what rank 0 has made of it, which DDP hands on; any other difference is one of files."""
+    """Rank 0 changes the base model for PiSSA, and DDP copies it. Other differences come from files."""
     made = re.findall(r"base: (\w+)", two_ranks.run(looks_at_its_base, True))
     assert len(made) == 2 and len({*made}) == 1
     assert two_ranks.run(looks_at_its_base, False).count("differ in weights of the base") == 2

@@ -1,4 +1,4 @@
-"""What was published names no path of this machine, and is used from there: opened, trained on, merged."""
+"""A published run names no path of this machine. It can be opened, trained on and merged from the Hub."""
 
 import json
 import os
@@ -25,7 +25,7 @@ HERE = [f"model.name={MODEL}", f"data.validation={DATA / 'test.jsonl'}"]
 
 
 def publish(run: RunFolder, *options: str) -> str:
-    """The commit of a run that is published as me/notes."""
+    """Publish a run as me/notes and return its commit."""
     assert main.main(["publish", str(run.path), "--repo", "me/notes", "--quiet", *options]) == 0
     return run.read("publish.json")["commit"]
 
@@ -50,7 +50,7 @@ def test_a_published_run_is_opened_and_merged(hub: Hub, trained, tmp_path, monke
 
 
 def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, small, capsys) -> None:
-    """On another machine: the base and the held-out rows lie elsewhere, and the figures are the same."""
+    """On another machine the base model and the validation set have other paths. The results are the same."""
     folder = trained()
     pinned = f"me/notes@{publish(folder)}"
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys
 def test_a_mistyped_folder_is_told_from_a_hub_id(
     token: bool, hub: Hub, tmp_path, monkeypatch, capsys
 ) -> None:
-    """Asked without a token, the Hub answers 401 to a name that it has not."""
+    """Without a token, the Hub answers 401 for a name that it does not have."""
     monkeypatch.chdir(tmp_path)
     for name in ("models/llama", "runs/first"):
         Path(name).mkdir(parents=True)
@@ -138,7 +138,7 @@ def test_weights_that_were_damaged_before_the_download_are_an_error_of_the_cache
 
 
 class Moving(Repo):
-    """A repository whose `main` is another commit whenever it is asked for."""
+    """A repository whose `main` is another commit at each request."""
 
     def at(self, revision: str) -> str | None:
         if revision == "main":
@@ -147,7 +147,7 @@ class Moving(Repo):
 
 
 def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_layers, untied, capsys) -> None:
-    """Config, tokenizer and weights; which it was is kept, and is what is opened again."""
+    """It gives config, tokenizer and weights. The run keeps the commit and opens it again."""
     repo = hub.repos["me/base"] = Moving(private=False)
     commits = []
     for folder in (two_layers, untied):
@@ -163,11 +163,11 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     assert f"help:      model.revision={commit}\n" in capsys.readouterr().err
     hub.requests.clear()
     assert main.main(["train", str(run.recipe), "--resume", "train.max_steps=4", "--quiet"]) == 0
-    assert not [line for line in hub.requests if "main" in line], "what is resolved names the commit"
+    assert not [line for line in hub.requests if "main" in line], "requests name the commit"
     kept = json.loads((run.adapter / "adapter_config.json").read_text())
     assert (kept["base_model_name_or_path"], kept["revision"]) == ("me/base", commit)
     assert run_checks(run)["base model of the adapter"]["actual"] == f"me/base {commit}"
-    # it is finished, whatever the branch is now; and an adapter of it goes on under the branch's name
+    # The branch has moved, but the run ends with its commit. Its adapter trains on under the branch's name
     steps = len(metrics(run))
     again = [str(run.recipe), "model.revision=main", "train.max_steps=4", "--resume=auto", "--quiet"]
     assert main.main(["train", *again]) == 0
@@ -182,7 +182,7 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
 
 
 def test_processes_that_one_starts_read_the_same_commit(hub: Hub, monkeypatch) -> None:
-    """A branch is asked for once: children have the answer in their environment."""
+    """finetune asks once for a branch. Child processes find the commit in their environment."""
     repo = hub.repos["me/base"] = Moving(private=False)
     commits = [repo.commit("main", {"config.json": b"{}"}, str(number)) for number in range(2)]
     first = client.commit("me/base", "main")
@@ -306,7 +306,7 @@ def test_a_run_folder_that_moved(trained, tmp_path) -> None:
     with pytest.raises(UserError) as raised:
         run_folder.recipe_of(moved)
     assert [problem.key for problem in raised.value.problems] == ["model.name"], (
-        "its held-out rows are with it"
+        "its validation set is in the folder"
     )
     (moved.path / run_folder.HELD_OUT).unlink()
     with pytest.raises(UserError) as raised:

@@ -385,7 +385,9 @@ def test_tasks_of_lm_eval_take_only_penalties_from_the_generation_config(engine,
     kept = lm_eval_harness._generation_config(engine.model, lm_eval_harness.TextOptions(False))
     assert (kept.repetition_penalty, kept.no_repeat_ngram_size) == (5.0, 1)
     assert kept.eos_token_id == own.eos_token_id and kept.stop_strings is kept.max_time is None
-    local = lm_eval_harness._generation_config(engine.model, lm_eval_harness.TextOptions(False, is_local=True))
+    local = lm_eval_harness._generation_config(
+        engine.model, lm_eval_harness.TextOptions(False, is_local=True)
+    )
     assert local.repetition_penalty is local.eos_token_id is None
 
 
