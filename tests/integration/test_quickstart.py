@@ -28,6 +28,13 @@ def quickstart(folder: Path, *overrides: str) -> RunFolder:
     return run
 
 
+def test_check_that_asks_peft_says_nothing_of_other_packages() -> None:
+    command = [sys.executable, "-m", "finetune", "check", str(QUICKSTART), "adapter.type=vera"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "PEFT accepts the adapter" in done.stdout
+    assert done.stderr == "", "nothing the user can't act on"
+
+
 @pytest.mark.soak
 def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
     started = time.monotonic()
