@@ -64,6 +64,7 @@ def main(given: Sequence[str] | None = None) -> int:
     privacy.switch_off_telemetry()
     if given is None:  # this process runs only the command, so uncaught errors are masked too
         sys.excepthook = privacy.excepthook
+        standard_streams.open_closed()
         standard_streams.allow_closing()
         interrupt.note()
     words = list(sys.argv[1:] if given is None else given)

@@ -80,6 +80,10 @@ CODES = {
         "No example is left to train on or to evaluate on. Run `finetune data RECIPE` to see why "
         "examples were dropped."
     ),
+    "data-changed": (
+        "Another program wrote to a data file while finetune read it. Run the command again when "
+        "the file is complete."
+    ),
     "data-size": (
         "A file, line or example is larger than a limit that protects memory and time. The limits "
         "are `data.max_example_bytes` and `data.max_uncompressed_bytes`."

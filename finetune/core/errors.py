@@ -85,7 +85,8 @@ class Problem:
     """The line of the file at `where`; the command line fills it in."""
 
     def __str__(self) -> str:
-        key = re.sub(r"(\.\d+)+$", "", self.key)  # without the index of an item in a list
+        indices = re.match(r"(\d+\.)*", self.key[::-1])  # of an item in a list, read from the end
+        key = self.key[: len(self.key) - indices.end()] if indices else self.key
         head = f"error: {key}: {self.what}" if key else f"error: {self.what}"
         head = f"{head} ({self.where})" if self.where else head
         lines = [f"{head} [{self.code}]" if self.code else head, *self._source()]

@@ -18,6 +18,10 @@ LARGEST = 1_000_000  # characters and values, with each alias replaced by its va
 SHORTER = "keep only the training settings in the file"
 FILLS_MEMORY = "a small text can expand to more than the memory holds"
 MOST_BITS = 4096  # of an integer
+# What PyYAML raises for text that is not YAML, or that it can't convert: dates, numbers, characters, tags
+ERRORS = (
+    yaml.YAMLError, ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError,
+)  # fmt: skip
 
 
 def read(text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = False) -> Any:
@@ -42,7 +46,7 @@ def read(text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = Fal
             return _plain(loader.construct_document(node) if node is not None else None)
         finally:
             loader.dispose()
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that is none
+    except ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         raise UserError(
             Problem(

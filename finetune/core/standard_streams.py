@@ -39,6 +39,21 @@ def say(*lines: object, error: bool = False) -> None:
     print(*(visible(masked(str(line), known)) for line in lines), sep="\n", file=stream, flush=True)
 
 
+def open_closed() -> None:
+    """Open the null device for each standard stream that the caller has closed.
+
+    Otherwise the next file that any code opens would get the stream's number, and all that is printed.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(null, mode, encoding="utf-8", closefd=False))
+
+
 def allow_closing() -> None:
     """Let the readers of standard output and error leave early, and discard output after an error.
 

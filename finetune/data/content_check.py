@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.examples import BadRow, Example, Message, short
 from finetune.data.messages import REASONING_KEYS, THINKING
+from finetune.data.template_sandbox import joined
 
 # Message number of a part that a template can place anywhere
 ANYWHERE = -1
@@ -96,24 +97,33 @@ def find_missing(parts: list[Part], text: str) -> list[Part]:
     return []
 
 
-def user_in_answers(example: Example, text: str, spans: list[list[int]]) -> str | None:
-    """Return content of the user that a rendered text has only in its marked answers, or `None`.
+def misplaced(example: Example, text: str, spans: list[list[int]]) -> tuple[str, str] | None:
+    """Return the role and content of a message on the wrong side of the template's marks, or `None`.
+
+    Answers that are trained on must be in the marks, and all other contents must not be only there. Reasoning
+    can begin before the marks.
 
     Args:
-        spans: the character range [start, end) of each answer.
+        spans: the character range [start, end) of each marked part.
     """
     starts, ends = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(text)]
     outside = "\0".join(text[start:end] for start, end in zip(starts, ends, strict=True))
-    position = misses = 0
+    sides = {True: "\0".join(text[start:end] for start, end in joined(spans)), False: outside}
+    position, misses, trained = {True: 0, False: 0}, {True: 0, False: 0}, iter(example.trained)
     for message in example.messages or ():
-        if message["role"] != "user" or misses == ENOUGH:
+        is_answer = message["role"] == "assistant"
+        if (is_answer and not next(trained, True)) or misses[is_answer] == ENOUGH:
             continue
-        said = message["content"].strip()
-        at = outside.find(said, position)  # prompts stand in their order, so that all searches are one
-        position, misses = (at + len(said), misses) if at >= 0 else (position, misses + 1)
+        said = str(message.get("content") or "").rpartition("</think>" if is_answer else "\0")[2].strip()
+        # contents stand in their order, so that all searches of a side are one
+        at = sides[is_answer].find(said, position[is_answer])
+        if at >= 0:
+            position[is_answer] = at + len(said)
+            continue
+        misses[is_answer] += 1
         forms = (said, json.dumps(said, ensure_ascii=False)[1:-1])
-        if at < 0 and said in text and not any(form in outside for form in forms):
-            return said
+        if said in text and not any(form in sides[is_answer] for form in forms):
+            return message["role"], said
     return None
 
 

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias
 
-from finetune.core import regular_files, strict_json
+from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.folder_search import Search, match_paths
 from finetune.data.readers import READERS
@@ -321,7 +321,7 @@ def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
             return {}
         found = yaml.safe_load(text)["configs"]
         return {str(config["config_name"]): config for config in found}
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # not a dataset card
+    except (OSError, *foreign_yaml.ERRORS):  # not a dataset card
         return {}
 
 

@@ -166,10 +166,18 @@ class Encoder:
             try:
                 encoded = self._of(example)._chat(example, text, head, shared, encoding)
                 left_out = content_check.refuse(example, missing) if missing else None
+                self._of(example)._check_marks(example, text)
                 found.append(encoded._replace(left_out=left_out) if left_out else encoded)
             except BadRow as bad:
                 found.append(bad)
         return found
+
+    def _check_marks(self, example: Example, text: Rendered) -> None:
+        """Refuse a chat whose template marks parts of answers, or the contents of others."""
+        if self.way == "marks" and self.train_on != "all":
+            wrong = content_check.misplaced(example, text.text, text.spans)
+            if wrong:
+                raise _wrong_marks(*wrong, example.where)
 
     def _refuse_changes(
         self, examples: list[Example], rendered: list[Rendered | None], how: text_changes.Comparison
@@ -406,17 +414,6 @@ class Encoder:
                     code="recipe-conflict",
                 )
             return Encoded(ids, [(0, len(ids))])
-        marked = self.way == "marks" and content_check.user_in_answers(example, text.text, text.spans)
-        if marked:
-            raise BadRow(
-                "malformed",
-                "the chat template marks content of the user as an answer",
-                example.where,
-                found=short(marked),
-                fix="data.chat_template: chatml, or put only answers between {% generation %} marks",
-                why="the model would be trained to write the user's turns",
-                code="chat-template",
-            )
         found, merged, tail = [], False, text.text[head:]
         weights, is_divided = [], False
         messages = example.messages if example.weights else None
@@ -456,6 +453,18 @@ class Encoder:
                     why=LOST,
                     code="data-lost",
                 )
+
+
+def _wrong_marks(role: str, said: str, where: str) -> BadRow:
+    """Return the error for content on the wrong side of the template's marks (`content_check.misplaced`)."""
+    if role == "assistant":
+        what = "the chat template does not mark a whole answer"
+        why = "the model would be trained on a part of the answers"
+    else:
+        what = f"the chat template marks {content_check.NAMES.get(role, 'other content')} as an answer"
+        why = "the model would be trained to write the turns of others"
+    fix = "data.chat_template: chatml, or put whole answers alone between {% generation %} marks"
+    return BadRow("malformed", what, where, short(said), fix=fix, why=why, code="chat-template")
 
 
 def encoders(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import Problem, UserError, nearest, raise_if_any
 from finetune.data import hints, message_weights
 from finetune.data.examples import BadRow, Example, Message, Row, short
-from finetune.data.json_values import has_too_many_values, too_many_values
+from finetune.data.json_values import size_error
 from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, separate_results, system_text, tools
 
 if TYPE_CHECKING:
@@ -240,8 +240,8 @@ def convert(row: Row, data: Data, format: str) -> Example:
         messages = _with_system(messages, system_text(value["system"], row.where))
     offered = tools(value.get("tools"), row.where)
     # JSON texts inside the row add values that the reader did not count
-    if has_too_many_values([messages, offered]):
-        raise too_many_values(row.where)
+    if error := size_error([messages, offered], row.where):
+        raise error
     trained = tuple(any((weight, *(w for *_, w in spans))) for weight, spans in weights)
     whole = all(weight in (0, 1) and not spans for weight, spans in weights)
     return Example(row.where, messages, offered, trained, () if whole else weights)

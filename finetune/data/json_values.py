@@ -23,20 +23,43 @@ def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 MOST_VALUES = 100_000  # of one example: list items and dict values
-# JSON of this size in bytes cannot exceed the limit, because a value and its comma take two bytes
-UNCOUNTED = 2 * MOST_VALUES
+MOST_LEVELS = 100  # of nested lists and dicts. Functions that call themselves fail at a few hundred
 DECODER = json.JSONDecoder(object_pairs_hook=mapping)
 
 
-def has_too_many_values(value: object) -> bool:
-    """Return whether the lists and dicts in a value hold more than `MOST_VALUES` values."""
-    left, waiting = MOST_VALUES, [value]
-    while waiting and left >= 0:
-        holder = waiting.pop()
-        parts = holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ()
-        left -= len(parts)
-        waiting += [part for part in parts if isinstance(part, dict | list)] if left >= 0 else ()
-    return left < 0
+def is_surely_small(text: str | bytes) -> bool:
+    """Return whether JSON text has too few characters and brackets to exceed a limit of its values."""
+    if len(text) > 2 * MOST_VALUES:  # a value and its comma take two characters
+        return False
+    brackets = (
+        text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    )
+    return brackets <= MOST_LEVELS
+
+
+def size_error(value: object, where: str) -> BadRow | None:
+    """Return the error for lists and dicts with too many values or levels, or `None`."""
+    left, level = MOST_VALUES, [value]
+    for _ in range(MOST_LEVELS + 1):
+        below = []
+        for holder in level:
+            parts = (
+                holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ()
+            )
+            left -= len(parts)
+            if left < 0:
+                return too_many_values(where)
+            below += [part for part in parts if isinstance(part, dict | list)]
+        if not below:
+            return None
+        level = below
+    return BadRow(
+        "unreadable",
+        "the example has too many nested lists and objects",
+        where,
+        expected=f"at most {MOST_LEVELS}",
+        code="data-size",
+    )
 
 
 def too_many_values(where: str) -> BadRow:
@@ -50,15 +73,15 @@ def too_many_values(where: str) -> BadRow:
     )
 
 
-def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED + 1) -> Row | BadRow:
+def checked_row(value: object, where: str, escapes: bool, *, is_small: bool = False) -> Row | BadRow:
     """Return a decoded value as a row, or the error that says why it is not a row.
 
     Args:
         escapes: whether the value can contain half of a surrogate pair, which is not a character.
-        size: bytes of its JSON, if known.
+        is_small: whether the value is known to be within the limits.
     """
-    if size > UNCOUNTED and has_too_many_values(value):
-        return too_many_values(where)
+    if not is_small and (error := size_error(value, where)):
+        return error
     if not isinstance(value, dict):
         fix, found = hints.value(value), json.dumps(value) if not isinstance(value, list) else "an array"
         return BadRow("unreadable", "an example must be a JSON object", where, found[:60], fix=fix)

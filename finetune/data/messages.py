@@ -101,8 +101,8 @@ def json_of(value: object, what: str, where: str) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):
         raise BadRow("malformed", f"{what} must be valid JSON", where, found=short(value)) from None
-    if len(value) > json_values.UNCOUNTED and json_values.has_too_many_values(found):
-        raise json_values.too_many_values(where)
+    if not json_values.is_surely_small(value) and (error := json_values.size_error(found, where)):
+        raise error
     return found
 
 

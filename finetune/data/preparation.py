@@ -90,10 +90,12 @@ def prepare(
         declared: ids that the model's generation config declares as the end of an answer.
 
     Raises:
-        UserError: more examples cannot be read or trained on than `data.expect` allows (exit 2).
+        UserError: more examples cannot be read or trained on than `data.expect` allows, or another program
+            writes to the data meanwhile (exit 2).
     """
     from datasets import Dataset
 
+    before = source_loading.file_states(data)
     sources = source_loading.fingerprints(data)
     content = [
         [_content(source, sources) for source in source_loading.sources(data)],
@@ -108,6 +110,7 @@ def prepare(
         gc.disable()
         try:
             reports = _build(building, data, encoders(tokenizer, data, declared), seed, vocabulary)
+            source_loading.check_unchanged(before)
             prepared_cache.seal(building, folder.name, reports)
             prepared_cache.publish(building, folder)
         finally:

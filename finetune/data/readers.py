@@ -19,7 +19,14 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.data import hints, read_limits
 from finetune.data.examples import BadRow, Row
-from finetune.data.json_values import DECODER, MOST_VALUES, checked_row, may_hold_surrogates, too_many_values
+from finetune.data.json_values import (
+    DECODER,
+    MOST_VALUES,
+    checked_row,
+    is_surely_small,
+    may_hold_surrogates,
+    too_many_values,
+)
 from finetune.data.read_limits import DEFAULT, ArchiveStream, Limits, RecordLines, limited_lines
 
 BOM = b"\xef\xbb\xbf"
@@ -43,7 +50,8 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
         if text.strip():
             try:
                 escapes = may_hold_surrogates(text)
-                yield checked_row(DECODER.decode(text.decode()), f"{path}:{number}", escapes, len(text))
+                value, is_small = DECODER.decode(text.decode()), is_surely_small(text)
+                yield checked_row(value, f"{path}:{number}", escapes, is_small=is_small)
             except UnicodeDecodeError as error:
                 yield _not_utf8(path, number, offset + len(line) - len(text) + error.start, line)
             except (ValueError, RecursionError) as error:
@@ -54,7 +62,10 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
 def _json(path: Path, limits: Limits) -> Rows:
     """Yield the rows of a JSON file: one array of objects, one object, or lines as in a .jsonl file."""
     if path.stat().st_size > limits.example:
-        yield from _large_json(path, limits)
+        try:
+            yield from _large_json(path, limits)
+        except UnicodeDecodeError:
+            raise UserError(_where_not_utf8(path).problem) from None
         return
     with path.open("rb") as file:
         lines = (line.removeprefix(BOM).strip() for line in file)
@@ -90,8 +101,10 @@ def _json(path: Path, limits: Limits) -> Rows:
             )
         )
     escapes, rows = may_hold_surrogates(content), values if array else [values]
+    is_small = is_surely_small(content)
     for index, value in enumerate(rows):
-        yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes, len(content))
+        where = f"{path}[{index}]" if array else f"{path}:1"
+        yield checked_row(value, where, escapes, is_small=is_small)
 
 
 _ARRAY, _NEXT = re.compile(r"\s*\[\s*"), re.compile(r"\s*(?:([,\]])\s*)?")
@@ -125,7 +138,7 @@ def _large_json(path: Path, limits: Limits) -> Rows:
                         code="data-format",
                     )
                 )
-            yield checked_row(value, f"{path}[{index}]", True, end - at)
+            yield checked_row(value, f"{path}[{index}]", True, is_small=is_surely_small(text[at:end]))
             at, index = end, index + 1
         rest = (text[at:] + file.read(_CHUNK)).strip()
         if rest:

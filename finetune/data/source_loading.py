@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.folder_search import match_paths
 from finetune.core.paths import can_be_path, is_utf8, local_path, similar_files
 from finetune.core.regular_files import check_regular
@@ -280,16 +280,57 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     Args:
         held_out: include only the files that validation examples are read from.
     """
-    found, read_from = {}, named(data)
-    if held_out and (data.validation is not None or data.validation_fraction is None):
-        read_from = [(source, key) for source, key in read_from if key == "data.validation"]
-    for source, key in read_from:
+    found = {}
+    for source, key in _read_from(data, held_out):
         paths = files_of(source, key)
         if paths is None:
             found[hub_name(source)] = _commit(source)
         for path in paths or ():
             found[str(path.resolve())] = client.sha256(path)
     return found
+
+
+def _read_from(data: Data, held_out: bool) -> list[tuple[Source, str]]:
+    """Return the sources with their keys, or only those that validation examples are read from."""
+    if held_out and (data.validation is not None or data.validation_fraction is None):
+        return [(source, key) for source, key in named(data) if key == "data.validation"]
+    return named(data)
+
+
+def file_states(data: Data, held_out: bool = False) -> dict[str, tuple[int, int]]:
+    """Map each local file of the data to its size in bytes and its modification time in nanoseconds.
+
+    Args:
+        held_out: include only the files that validation examples are read from.
+    """
+    paths = [path for source, key in _read_from(data, held_out) for path in files_of(source, key) or ()]
+    return {str(path): (found.st_size, found.st_mtime_ns) for path in paths for found in (path.stat(),)}
+
+
+def check_unchanged(before: dict[str, tuple[int, int]]) -> None:
+    """Check that no other program has written to the data since `file_states`.
+
+    Otherwise the hash of a file may not belong to the examples that were read from it.
+
+    Raises:
+        UserError: a file has another size or modification time, or it is gone (exit 2).
+    """
+    problems = []
+    for path, state in before.items():
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            if state == (found.st_size, found.st_mtime_ns):
+                continue
+        problems.append(
+            Problem(
+                "the data changed while finetune read it",
+                "data.name",
+                where=path,
+                fix="run the command again when no other program writes to the file",
+                code="data-changed",
+            )
+        )
+    raise_if_any(problems)
 
 
 def check_disjoint(data: Data) -> None:
@@ -548,15 +589,7 @@ def title(source: Source) -> str:
 
 def _commit(source: Source) -> str:
     """Return the current commit of a Hub dataset, or the recipe's revision if the Hub does not answer."""
-    from huggingface_hub import HfApi
-
-    revision = source.revision or "main"
-    if client.COMMIT.fullmatch(revision):
-        return revision
-    try:
-        return HfApi().dataset_info(source.name, revision=revision).sha or revision
-    except Exception:  # no network, offline mode or gated dataset: loading reports the reason
-        return revision
+    return client.dataset_commit(source.name, source.revision or "main")
 
 
 def _hub(source: Source) -> Rows:

@@ -72,6 +72,7 @@ def stream(
     check(data)
     encoder_for = encoders(tokenizer, data, declared)
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
+    states = source_loading.file_states(data)
     held_places = audit_held_out(data, set(), seed, held)
     shards = _shards(data, seed)
     places = []
@@ -88,11 +89,12 @@ def stream(
     report.sources |= {
         name: f"streamed, {path.stat().st_size:,} bytes, {_ends(path)}" for name, path in paths.items()
     }
+    source_loading.check_unchanged(states)
     report.passed_by = source_loading.passed_by(data)
     report.folders = source_loading.notes_on_folders(data)
     report.seen = AUDITED if report.rows == AUDITED else 0
 
-    rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
+    rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards, "states": states})
     read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
     block = partial(
         encode_block,
@@ -279,8 +281,10 @@ def _ends(path: Path) -> str:
     return f"sha256 of the first and last MiB {digest.hexdigest()[:16]}"
 
 
-def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
+def _generate(shards: list[Shard], states: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of shards as columns. Files must keep their size and modification time."""
     for shard in shards:
+        source_loading.check_unchanged({shard[0]: states[shard[0]]})
         for row in _read(shard):
             if isinstance(row, BadRow):
                 said = row.problem
@@ -288,6 +292,7 @@ def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
             else:
                 value, bad, where = row.value, [], row.where
             yield {"value": value, "bad": bad, "where": where, "source": shard[0]}
+        source_loading.check_unchanged({shard[0]: states[shard[0]]})
 
 
 def _row(value: dict[str, Any], bad: list[str], where: str) -> Row | BadRow:

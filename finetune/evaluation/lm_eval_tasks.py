@@ -80,20 +80,7 @@ def check(path: Path) -> tuple[str, tuple[str, ...]]:
     split = made.get("test_split") or made.get("validation_split")
     for row in task_data.examples(files[split])[:FIRST] if split in files else ():
         for key in (key for key in RENDERED if callable(made.get(key))):
-            try:
-                made[key](row)
-            except (SyntaxError, ValueError) as error:
-                raise UserError(
-                    Problem(
-                        "the template gives no list of choices",
-                        key,
-                        where=str(path),
-                        found=f"{row}"[:200],
-                        expected="a list of strings, such as ['yes', 'no']",
-                        fix=f"{key}: \"{{{{['yes', 'no']}}}}\"",
-                        code="eval-task",
-                    )
-                ) from error
+            made[key](row)
     named = [one["metric"] for one in made.get("metric_list") or ()]
     named = named or METRICS[made.get("output_type") or "generate_until"]
     filters = [one["name"] for one in made.get("filter_list") or ({"name": "none"},)]
@@ -141,13 +128,26 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
                     code="data-example",
                 )
             )
-        if key == "doc_to_choice" or (choices and text.isdigit()):
-            return ast.literal_eval(text)
-        if key == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
-            try:
+        try:
+            if key == "doc_to_choice" or (choices and text.isdigit()):
                 return ast.literal_eval(text)
-            except (SyntaxError, ValueError):
+            if key == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
+                return ast.literal_eval(text)
+        # MemoryError: nested too deeply for Python's parser
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            if key == "doc_to_target" and not text.isdigit():
                 return text
+            raise UserError(
+                Problem(
+                    "the template gives no list of choices",
+                    key,
+                    where=where,
+                    found=f"{row}"[:200],
+                    expected="a list of strings, such as ['yes', 'no']",
+                    fix=f"{key}: \"{{{{['yes', 'no']}}}}\"",
+                    code="eval-task",
+                )
+            ) from error
         return text
 
     return value

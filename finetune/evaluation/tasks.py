@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from finetune.core import packages, paths, shipped_files, strict_yaml
+from finetune.core import packages, paths, shipped_files, strict_json, strict_yaml
 from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.data import source_loading, template_sandbox
 from finetune.data.encoding import without_thinking
@@ -501,32 +501,30 @@ def general_texts(settings: Eval) -> list[str]:
 
 
 def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
-    prompt = _rendered(task.prompt, row)
-    if prompt is None:
-        raise ValueError("the prompt is null")
-    document: dict[str, Any] = {"prompt": str(prompt)}
+    document: dict[str, Any] = {"prompt": _text(task.prompt, row)}
     if not document["prompt"] and task.kind in GENERATED and not task.chat:
         raise ValueError("the prompt is empty, so there is no token to continue")
     if len(document["prompt"]) > lm_eval_tasks.LONGEST:
         raise ValueError(f"the prompt has more than {lm_eval_tasks.LONGEST:,} characters")
-    answer = _rendered(task.answer, row) if task.answer is not None else ""
+    answer = _value(task.answer, row) if task.answer is not None else ""
     if answer is None:
         raise ValueError("the answer is null")
     if task.kind == "json_match":
         try:
             wanted = json.loads(answer) if isinstance(answer, str) else answer
-        except ValueError:
-            wanted = answer
+            strict_json.check_depth(wanted)
+        except (ValueError, RecursionError):
+            wanted = None
         if not isinstance(wanted, (dict, list)):
-            raise ValueError(f"the answer is {wanted!r} and not a JSON object or list")
+            raise ValueError(f"the answer is {repr(answer)[:80]} and not a JSON object or list")
         document["answer"] = json.dumps(wanted)
     elif task.answer is not None:
         document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
     if task.kind == "multiple_choice":
         listed = (
-            _rendered(task.choices, row)
+            _value(task.choices, row)
             if isinstance(task.choices, str)
-            else [_rendered(text, row) for text in task.choices or ()]
+            else [_text(text, row) for text in task.choices or ()]
         )
         if not isinstance(listed, list) or len(listed) < 2:
             raise ValueError(f"`choices` gives {listed!r} and not a list with two or more choices")
@@ -556,19 +554,32 @@ def _index(answer: object, choices: list[str]) -> int:
     raise ValueError(f"answer {answer!r} is not one of the choices and not an index of one")
 
 
-def _rendered(template: str, row: dict[str, Any]) -> Any:
-    """Render a template for an example. A single `{{ expression }}` gives its value with its type.
+def _text(template: str, row: dict[str, Any]) -> str:
+    """Render a template for an example.
 
     Raises:
-        ValueError: the template is broken, uses undefined names, or exceeds the limits of time or memory.
+        ValueError: the template is broken, writes a null, uses undefined names, or exceeds the limits of time
+            or memory.
     """
-    whole = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", template, re.DOTALL)
-    found = template_sandbox.render_row(
-        whole[1] if whole else template, row, way="expression" if whole else "without nulls"
-    )
+    found = template_sandbox.render_row(template, row, way="without nulls")
     if found.error:
         raise ValueError(found.error)
-    return json.loads(found.text) if whole else found.text
+    return found.text
+
+
+def _value(template: str, row: dict[str, Any]) -> Any:
+    """Return the value of a single `{{ expression }}` with its type, or the text of another template.
+
+    Raises:
+        ValueError: as `_text`.
+    """
+    whole = re.fullmatch(r"\s*\{\{[-+]?((?:(?!\}\}).)*?)[-+]?\}\}\s*", template, re.DOTALL)
+    if not whole:
+        return _text(template, row)
+    found = template_sandbox.render_row(whole[1], row, way="expression")
+    if found.error:
+        raise ValueError(found.error)
+    return json.loads(found.text)
 
 
 def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:

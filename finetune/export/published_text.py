@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from finetune.core import foreign_yaml
 from finetune.core.errors import Problem, raise_if_any
 from finetune.core.paths import local_path
 from finetune.distributed import recorded_variables
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
 _PATH = re.compile(r"(?<![\w:/.<~])~?/(?:[^\s/\"',;:()<>]+/)+(?=[^\s/])")
 
 
-# The `a/` of `a/b.jsonl` in a comment
-_FILE = re.compile(r"(?:[\w.-]+/)+(?=[\w-]+\.\w)")
+# The `a/` of `a/b.jsonl` in a comment. It begins only where a path begins, or the search would be quadratic
+_FILE = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+(?=[\w-]+\.\w)")
 
 
 # The position of an example in its file
 _PLACE = re.compile(r"(:\d+|\[\d+\]|!.*)$")
 
 
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+# A quoted text, or all that follows a quote without an end
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*(?:"|\\?$)')
 
 
 def without_variables(content: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:
     def said(found: re.Match[str]) -> str:
         try:
             value = yaml.safe_load(found[0])  # YAML has more escapes than JSON
-        except yaml.YAMLError:
+        except foreign_yaml.ERRORS:
             return found[0]  # a quote inside a comment
         clean = without_paths(value, known)
         local = clean != value and not (base.on_hub and clean == base.name)

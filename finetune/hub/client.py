@@ -312,12 +312,33 @@ def commit(name: str, revision: str) -> str:
             (exit 3).
     """
     check_name(name, "model.name")
-    known, key = json.loads(os.environ.get(COMMITS, "{}")), f"{name}@{revision}"
+    return _remembered(f"{name}@{revision}", revision, lambda: _asked(name, revision))
+
+
+def dataset_commit(name: str, revision: str) -> str:
+    """Return the current commit of a branch or tag of a dataset, as `commit` does.
+
+    Without an answer of the Hub, the revision itself is returned, and loading the dataset reports the reason.
+    """
+    return _remembered(f"datasets/{name}@{revision}", revision, lambda: _asked_dataset(name, revision))
+
+
+def _remembered(key: str, revision: str, ask: Callable[[], str]) -> str:
+    known = json.loads(os.environ.get(COMMITS, "{}"))
     if COMMIT.fullmatch(revision) or key in known:
         return known.get(key, revision)
-    known[key] = _asked(name, revision)
+    known[key] = ask()
     os.environ[COMMITS] = json.dumps(known)
     return known[key]
+
+
+def _asked_dataset(name: str, revision: str) -> str:
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(name, revision=revision).sha or revision
+    except Exception:  # no network, offline mode, gated dataset, or an odd answer
+        return revision
 
 
 def _asked(name: str, revision: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from finetune.core import regular_files, strict_yaml, upstream_private
+from finetune.core import foreign_yaml, regular_files, strict_yaml, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.core.formatting import as_yaml
 from finetune.core.packages import install_extra, installed
@@ -74,8 +74,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = regular_files.read_text(path)
         made = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        # ValueError: no UTF-8, or a date that is none. RecursionError: nested too deeply
+    except (OSError, *foreign_yaml.ERRORS) as error:
         raise UserError(
             Problem(
                 "the file is not an accelerate config",

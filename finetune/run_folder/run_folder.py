@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import BaseModel
 
-from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
+from finetune.core import foreign_yaml, safe_files, standard_streams, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.folder_search import match_paths
 from finetune.core.paths import local_path, similar_files
@@ -581,7 +581,10 @@ def _current(line: Setting) -> Setting:
     old = f"{line.section}.{line.key}"
     if old not in renames.KEYS and old not in renames.RECORDED:
         return line
-    key, value = renames.current(old, yaml.safe_load(line.value))
+    try:
+        key, value = renames.current(old, yaml.safe_load(line.value))
+    except foreign_yaml.ERRORS:
+        return line
     section, _, name = key.partition(".")
     return Setting(section, name, flow(value), line.who)
 

@@ -196,6 +196,16 @@ def test_processes_that_one_starts_read_the_same_commit(hub: Hub, monkeypatch) -
         client.commit("me/none", "main")
 
 
+def test_branch_of_a_dataset_is_asked_for_once(hub: Hub, monkeypatch) -> None:
+    """Otherwise the prepared data of one commit could be stored under another one."""
+    repo = hub.repos["me/rows"] = Moving(private=False)
+    commits = [repo.commit("main", {"a.jsonl": b"{}"}, str(number)) for number in range(2)]
+    first = client.dataset_commit("me/rows", "main")
+    assert first in commits and client.dataset_commit("me/rows", "main") == first
+    assert json.loads(os.environ[client.COMMITS]) == {"datasets/me/rows@main": first}
+    assert client.dataset_commit("me/none", "v1") == "v1"
+
+
 def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:
     commit = publish(trained("full"), "publish.base_model=org/base")
     files = hub.repos["me/notes"].files

@@ -21,7 +21,7 @@ from finetune.data.formats import convert
 from finetune.evaluation import lm_eval_harness, scoring, tasks
 from finetune.export import serving_check
 from finetune.recipe.schema import Data, Eval, Model
-from support.paths import MODEL, ROOT
+from support.paths import MODEL, QUICKSTART, ROOT
 from support.small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
 
 pytestmark = pytest.mark.usefixtures("no_list_of_packages")
@@ -120,8 +120,35 @@ def test_a_null_is_no_text() -> None:
     guarded = {**asked, "prompt": "{% if text %}{{ text }}{% endif %}{{ said }}"}
     assert tasks._document(tasks.Task.model_validate(guarded), row)["prompt"] == "yes"
     choice = {**asked, "kind": "multiple_choice", "prompt": "?", "choices": ["b", "{{ text }}"]}
-    with pytest.raises(ValueError, match="a choice is null"):
+    with pytest.raises(ValueError, match="null"):
         tasks._document(tasks.Task.model_validate(choice), row)
+
+
+def test_spaces_around_a_value_reach_the_model() -> None:
+    row = {"q": "Name a color", "a": "red", "n": 1}
+    asked = {"task": "t", "data": "d", "kind": "exact_match", "answer": "{{ a }}\n"}
+    for prompt, expected in (
+        ("{{ q }}\n", "Name a color\n"), (" {{ q }}", " Name a color"), ("Q: {{ q }}\n", "Q: Name a color\n"),
+        ("{{- q -}}", "Name a color"), ("{{ n }}", "1"),
+    ):  # fmt: skip
+        made = tasks._document(tasks.Task.model_validate({**asked, "prompt": prompt}), row)
+        assert made == {"prompt": expected, "answer": "red"}
+    choice = {**asked, "kind": "multiple_choice", "prompt": "?", "answer": "{{- n -}}\n"}
+    task = tasks.Task.model_validate({**choice, "choices": [" {{ a }}", " blue"]})
+    assert tasks._document(task, row)["choices"] == [" red", " blue"]
+
+
+@pytest.mark.parametrize("kind", ["json_match", "exact_match"])
+@pytest.mark.parametrize("levels", [150, 980, 3000])
+def test_nested_values_of_a_task_are_no_bug(kind: str, levels: int, tmp_path, small, capsys) -> None:
+    nested = "[" * levels + "1" + "]" * levels
+    for row in (f'{{"q": "a", "a": "{nested}"}}', f'{{"q": "a", "a": "[1]", "b": {nested}}}'):
+        (tmp_path / "deep.jsonl").write_text(f"{row}\n")
+        text = f'data: deep.jsonl\nkind: {kind}\nprompt: "{{{{ q }}}}"\nanswer: "{{{{ a }}}}"\n'
+        (tmp_path / "deep.yaml").write_text(text)
+        code = main.main(["check", str(QUICKSTART), f"eval.tasks=[{tmp_path / 'deep.yaml'}]", *small])
+        assert code == (0 if kind == "exact_match" and '"b"' not in row else 2)
+        assert "internal-error" not in capsys.readouterr().err
 
 
 def test_shipped_tasks_are_whole() -> None:

@@ -264,4 +264,4 @@ def test_key_that_stands_twice_among_many_is_found_soon(tmp_path, commands) -> N
 @pytest.mark.parametrize(("count", "too_many"), [(0, False), (1, True)])
 def test_values_are_counted_in_lists_and_mappings(count: int, too_many: bool) -> None:
     value = {"a": [0] * (json_values.MOST_VALUES - 3), "b": [1] + [2] * count}
-    assert json_values.has_too_many_values(value) is too_many
+    assert bool(json_values.size_error(value, "here")) is too_many

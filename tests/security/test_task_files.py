@@ -400,3 +400,15 @@ def test_name_that_no_file_can_have_is_refused(name: str, tmp_path, monkeypatch)
         (tmp_path / "task.yaml").write_text(text)
         with pytest.raises(UserError, match=r"name can't be a f|the dataset does not exist"):
             tasks.check(Eval(tasks=["task.yaml"]))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" + "-" * 5000 + "1]", "[1" + "**1" * 5000 + "]", "[" * 500 + "]" * 500, "[²]"]
+)
+def test_literal_that_python_cannot_parse_is_text_or_an_error(text: str) -> None:
+    template, row = "{{ right }}", {"right": text}
+    assert lm_eval_tasks.sandboxed(template, "doc_to_target", False, "task.yaml")(row) == text
+    with pytest.raises(UserError, match="the template gives no list of choices"):
+        lm_eval_tasks.sandboxed(template, "doc_to_choice", True, "task.yaml")(row)
+    with pytest.raises(UserError, match="the template gives no list of choices"):
+        lm_eval_tasks.sandboxed(template, "doc_to_target", True, "task.yaml")({"right": "²"})

@@ -277,9 +277,56 @@ def test_a_template_that_marks_turns_of_the_user_trains_on_no_example(roles: lis
             assert made.problem.found == "Is it so?" and "content of the user" in made.problem.what
 
 
+MARKS = {
+    "tool results too": ("m.role in ('assistant', 'tool')", "@{{ m.content }}<|im_end|>#"),
+    "system messages too": ("m.role in ('assistant', 'system')", "@{{ m.content }}<|im_end|>#"),
+    "the last answer alone": ("m.role == 'assistant' and loop.last", "@{{ m.content }}<|im_end|>#"),
+    "the first answer alone": ("m.role == 'assistant' and loop.index < 4", "@{{ m.content }}<|im_end|>#"),
+    "the end of turn alone": ("m.role == 'assistant'", "{{ m.content }}@<|im_end|>#"),
+    "half of each answer": ("m.role == 'assistant'", "{{ m.content[:8] }}@{{ m.content[8:] }}<|im_end|>#"),
+    "": ("m.role == 'assistant'", "@{{ m.content }}<|im_end|>#"),
+    "answers in parts": ("m.role == 'assistant'", "@{{ m.content[:8] }}#@{{ m.content[8:] }}#@<|im_end|>#"),
+    "answers without their reasoning": (
+        "m.role == 'assistant'",
+        "{% set p = m.content.partition('</think>') %}{{ p[0] }}{{ p[1] }}@{{ p[2] }}<|im_end|>#",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MARKS)
+def test_template_whose_marks_hold_other_parts_than_whole_answers_is_refused(case: str) -> None:
+    turns = [
+        {"role": "system", "content": "You help with the weather."},
+        {"role": "user", "content": "How is the weather today?"},
+        {
+            "role": "assistant",
+            "content": "I will look at it now." if "reason" not in case else "Hm?</think>Yes.",
+        },
+        {"role": "tool", "content": "sunny with 20 degrees"},
+        {
+            "role": "assistant",
+            "content": "It is sunny and windy outside." if "reason" not in case else "Oh</think>No.",
+        },
+    ]
+    condition, marked = MARKS[case]
+    marked = marked.replace("@", "{% generation %}").replace("#", "{% endgeneration %}")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if " + condition + " %}" + marked
+        + "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )  # fmt: skip
+    (made,) = encoder_of(tokenizer_with(template))([example(turns)])
+    assert isinstance(made, BadRow) == (
+        case not in ("", "answers in parts", "answers without their reasoning")
+    )
+    if isinstance(made, BadRow):
+        what = made.problem.what
+        assert "marks results of tools" in what or "marks system messages" in what or "whole answer" in what
+
+
 def test_the_search_for_marked_turns_of_the_user_takes_linear_time() -> None:
     turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 10_000]
     started = time.process_time()
     for text in ("u a " * 1_000_000, "a" * 4_000_000):
-        assert content_check.user_in_answers(example(turns), text, [[2, 4]]) is None
+        assert content_check.misplaced(example(turns), text, [[2, 4]]) is None
     assert time.process_time() - started < 2

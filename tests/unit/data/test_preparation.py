@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from finetune.cli import main
 from finetune.core.errors import UserError
-from finetune.data import prepared_cache, source_loading
+from finetune.data import prepared_cache, source_loading, streaming
 from finetune.data.chat_templates import read_template
 from finetune.data.examples import Row
 from finetune.data.preparation import prepare
@@ -54,6 +54,37 @@ def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) ->
     moved = str(tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").rename(moved)
     assert not cached(name=moved), "its rows would be a.jsonl's"
+
+
+def test_data_that_changes_while_it_is_read_is_not_stored_under_its_old_hash(
+    tmp_path, tokenizer, monkeypatch
+) -> None:
+    name, cache = write(tmp_path / "a.jsonl", "Maria.", "Omar."), tmp_path / "cache"
+    start = prepared_cache.start
+
+    def saved_by_an_editor(folder: Path) -> Path:
+        write(tmp_path / "a.jsonl", "Maria.", "Paul.")
+        return start(folder)
+
+    data = Data.model_validate({"name": name, "cache_dir": str(cache)})
+    monkeypatch.setattr(prepared_cache, "start", saved_by_an_editor)
+    with pytest.raises(UserError, match=r"the data changed while finetune read it[^$]*data-changed"):
+        prepare(data, tokenizer, 0, None)
+    monkeypatch.undo()
+    assert not [*cache.rglob(prepared_cache.ROWS)]
+    write(tmp_path / "a.jsonl", "Maria.", "Omar.")
+    made = prepare(data, tokenizer, 0, None)
+    assert not made.cached and "Omar." in trained(made, tokenizer)[1]
+
+
+def test_stream_ends_if_another_program_writes_to_its_file(tmp_path, tokenizer) -> None:
+    name = write(tmp_path / "a.jsonl", *(f"Maria {number}." for number in range(8)))
+    data = Data.model_validate({"name": name, "streaming": True, "shuffle_buffer": 2})
+    rows = iter(streaming.stream(data, tokenizer, 0, None, passes=2).train)
+    next(rows)
+    write(tmp_path / "a.jsonl", *["Omar."] * 8)
+    with pytest.raises(UserError, match="the data changed while finetune read it"):
+        list(rows)
 
 
 def test_prepared_data_of_a_tokenizer_with_other_settings_is_not_used(tokenizer, tmp_path) -> None:

@@ -1,0 +1,64 @@
+"""Text that PyYAML can't convert to values ends in an error or is ignored, whichever file it is in."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.data import dataset_folders
+from finetune.export import published_text
+from finetune.launch import accelerate_config
+from finetune.recipe import renames
+from finetune.run_folder import run_folder
+from support.paths import QUICKSTART
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BASE: Any = SimpleNamespace(on_hub=False, name="llama")
+ODD = [
+    r'"\UFFFFFFFF"', r'"\U00110000"', r'"\q"', '"', "2020-99-99", "2001-12-14t21:59:43.10+99:99", "9" * 5000,
+    "!!bool x", "!!int ''", "!!float x", "!!timestamp x", "!!binary 'a'", "!!python/object:os.system x", "*a",
+    "{[a]: b}", "<<: 5", "[" * 5000, "0b2", "1:99:99", "\x00",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda text: ascii(text[:12]))
+def test_yaml_that_has_no_value_is_no_bug(odd: str, tmp_path: Path, capsys) -> None:
+    (config := tmp_path / "launch.yaml").write_text(f"num_processes: {odd}\n")
+    with pytest.raises(UserError):
+        accelerate_config.check(config)
+    (card := tmp_path / "README.md").write_text(f"---\nconfigs: {odd}\n---\n")
+    assert dataset_folders._configs_of(card) == {}
+    old = next(iter(renames.KEYS))
+    section, _, key = old.partition(".")
+    assert run_folder.settings(f"{section}:\n  {key}: {odd}  # recipe\n", 1)
+    resolved = f"{QUICKSTART.read_text()}\n# {odd}\n"
+    assert published_text.recipe_without_paths(resolved, {"/home/me": "~"}, BASE)
+    (recipe := tmp_path / "recipe.yaml").write_text(f"model: {odd}\n")
+    assert main.main(["check", str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert "error:" in said and "internal-error" not in said and "library-error" not in said
+
+
+@pytest.mark.parametrize(
+    "line", ["a/" * 30_000, '\\"' * 30_000, "a." * 30_000 + "/", '"' * 30_000, "~/" * 30_000]
+)
+def test_long_comment_of_a_recipe_is_published_at_once(line: str) -> None:
+    started = time.process_time()
+    published_text.recipe_without_paths(f"# {line}\n", {"/home/me": "~"}, BASE)
+    assert time.process_time() - started < 3
+
+
+def test_comment_of_a_recipe_is_published_without_folders() -> None:
+    text = (
+        '# see ../mine/rows.jsonl and /home/me/x/rows.jsonl "/home/me/y/a.jsonl" or https://h.co/a/b.json\n'
+    )
+    clean = published_text.recipe_without_paths(text, {"/home/me/y": "y"}, BASE)
+    assert clean.startswith("# see rows.jsonl and rows.jsonl "), clean
+    assert "mine" not in clean and "/home/me" not in clean and "https://h.co/a/b.json" in clean
