@@ -21,11 +21,17 @@ def main() -> int:
 
 def _leave_working_directory() -> None:
     try:
-        # `python -m` puts the working directory before the standard library
-        if not sys.flags.safe_path and sys.path[0] == os.getcwd():
-            del sys.path[0]
+        # `python -m` and an open end of PYTHONPATH put the working directory before the standard library
+        here, root = (
+            os.path.realpath(os.getcwd()),
+            os.path.dirname(os.path.dirname(os.path.realpath(__file__))),
+        )
     except OSError:  # it was deleted; the command reports that
         return
+    if here != root:
+        sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
+    elif not sys.flags.safe_path and sys.path[0] == os.getcwd():
+        del sys.path[0]
     from finetune.core import errors, import_paths
 
     try:

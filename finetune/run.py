@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.argument_types import check_types
 from finetune.core.library_calls import library_call
-from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -49,10 +50,17 @@ class Run:
     def load_model(self) -> PreTrainedModel:
         """Load the base model as in training, and the adapter with plain PEFT, in evaluation mode.
 
+        Warns:
+            UserWarning: the base model has changed since the run.
+
         Raises:
-            UserError: the saved files can't be loaded.
+            UserError: the saved files can't be loaded, or `finetune evaluate` would refuse the folder.
         """
         from finetune.evaluation import reopen
+        from finetune.models import base_identity
 
-        folder = RunFolder(self.folder)
-        return reopen.reopen(folder, load_recipe(folder.recipe))
+        folder = run_folder.open_run(self.folder)
+        recipe = run_folder.recipe_of(folder, files=False)
+        for note in base_identity.notes(recipe.model, folder):
+            warnings.warn(note, stacklevel=3)
+        return reopen.reopen(folder, recipe)

@@ -37,6 +37,13 @@ WHOLE = re.compile(
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
+# Keys of a saved config that name files and versions
+NAMES = (
+    "base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "parent_library", "peft_version",
+    "task_type",
+)  # fmt: skip
+
+
 def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
     """Check whether training can continue from `adapter.init_from`. Read only its config, without torch.
 
@@ -48,7 +55,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
     """
     if adapter.source is None:
         return []
-    folder = _source_folder(adapter.source)
+    folder = source_folder(adapter.source)
     if folder is None:
         repo, revision = client.split(adapter.source)
         client.check_name(repo, "adapter.init_from")
@@ -59,6 +66,16 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
     saved = untrusted_files.read_object(folder / "adapter_config.json", "adapter.init_from")
     raise_if_any(_source_problems(saved, adapter, base, revision))
     return []
+
+
+def config_values(adapter: Adapter) -> dict[str, Any]:
+    """Return the values in the config of `adapter.init_from` that decide how it trains."""
+    saved = (_source_file(adapter.source, FILES[0]) if adapter.source else None) or {}
+    return {
+        key: sorted(map(str, value)) if isinstance(value, list) else value
+        for key, value in saved.items()
+        if key not in NAMES
+    }
 
 
 def check_weights(folder: Path, source: str) -> None:
@@ -81,7 +98,7 @@ def check_weights(folder: Path, source: str) -> None:
     raise_if_any([replace(one, key=INIT_FROM, where=source) for one in wrong])
 
 
-def _source_folder(source: str) -> Path | None:
+def source_folder(source: str) -> Path | None:
     """Return the local folder of `adapter.init_from`: a PEFT folder or a run's adapter; `None` on the Hub.
 
     Raises:
@@ -325,7 +342,7 @@ def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
 def _source_file(source: str, name: str) -> Any:
     """Return the content of a JSON file of a saved adapter; `None` if it is missing or damaged."""
     with contextlib.suppress(UserError, OSError, ValueError):
-        if folder := _source_folder(source):
+        if folder := source_folder(source):
             path = folder / name
         else:
             repo, revision = client.split(source)
@@ -345,7 +362,7 @@ def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
 
 def check_layout(adapter: Adapter, names: Names) -> list[Problem]:
     """Return the problems of a local adapter's modules. An adapter on the Hub is checked when it loads."""
-    folder = _source_folder(str(adapter.source))
+    folder = source_folder(str(adapter.source))
     return saved_layout.check_layout(folder, names, adapter_types.find(adapter.type).peft) if folder else []
 
 
@@ -361,7 +378,7 @@ def _whole_rows(source: str) -> int | None:
     """Return the number of rows of whole embeddings or a whole head in an adapter's file, or `None`."""
     folder = None
     with contextlib.suppress(UserError):
-        folder = _source_folder(source)
+        folder = source_folder(source)
     if folder is None:
         return None
     layers = {*EMBEDDINGS, *HEADS}
@@ -394,7 +411,7 @@ def load(
     from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 
     source = str(adapter.source)
-    folder = _source_folder(source)
+    folder = source_folder(source)
     if folder is None:
         folder, pinned = client.download(source, list(FILES), "adapter.init_from")
         source = f"{client.split(source)[0]}@{pinned}"

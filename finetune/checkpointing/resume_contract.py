@@ -68,12 +68,13 @@ IGNORED = (
 )
 TOKEN_IDS = ("data: token ids", "validation: token ids")
 CONFIG = "config.json: "  # before the keys of the base model's config
+SOURCE = "config of adapter.init_from: "  # before the keys of the saved adapter's config
 METRIC_FILES = "task of eval.metric_for_best_model: "  # before the names of tasks
 # Keys of `MAY_CHANGE` that may not change if this metric selects the weights or the last step
 OF_EXACT_MATCH = ("eval.generate", "eval.max_new_tokens")
 OF_TASK_METRIC = ("eval.apply_chat_template", "eval.engine", "eval.limit", "eval.num_fewshot")
 # What checkpoints of earlier releases lack
-NEW = ("data.template_date", "speed.fp8_experts", CONFIG, METRIC_FILES, *TOKEN_IDS)
+NEW = ("data.template_date", "speed.fp8_experts", CONFIG, SOURCE, METRIC_FILES, *TOKEN_IDS)
 ANEW = "or start a new run with another train.output_dir (adapter.init_from continues an adapter)"
 SHOWN = 80  # largest number of characters of a value in the table
 

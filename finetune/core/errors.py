@@ -37,6 +37,8 @@ MOST_PROBLEMS = 100  # in one error
 LONGEST_LINE = 120  # characters of the recipe's line in an error
 
 LONGEST_NAME = 200  # characters of a name in `nearest`
+MOST_COMPARED = 1000  # names in `nearest`
+LONGEST_TEXT = 2000  # characters of a text of an error
 
 # errno values of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
@@ -97,7 +99,7 @@ class Problem:
             ("why:", self.why),
             ("help:", self.fix),
         ]
-        lines += [f"  {label:<10} {text}" for label, text in texts if text]
+        lines += [f"  {label:<10} {_cut(text)}" for label, text in texts if text]
         known = secrets()
         return "\n".join(visible(masked(line, known)) for line in lines)
 
@@ -107,6 +109,11 @@ class Problem:
         if not place or not self.line or not 0 < int(place[3]) <= LONGEST_LINE:
             return []
         return [f"{place[2]:>6} | {self.line[:LONGEST_LINE]}", f"{'':>6} | {'':>{int(place[3]) - 1}}^"]
+
+
+def _cut(text: str) -> str:
+    left = len(text) - LONGEST_TEXT
+    return f"{text[:LONGEST_TEXT]} ... and {left:,} more characters" if left > 0 else text
 
 
 class UserError(Exception):
@@ -402,5 +409,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
     turned = [wanted[:i] + wanted[i : i + 2][::-1] + wanted[i + 2 :] for i in range(len(wanted) - 1)]
     exact = [other for other in (wanted, *turned) if other in by_lower]
     exact += [other for other in by_lower if len(wanted) > 2 and other.startswith(wanted)]
-    exact += get_close_matches(wanted, by_lower, n=1, cutoff=0.6)
+    similar = [other for other in by_lower if abs(len(other) - len(wanted)) <= len(wanted)][:MOST_COMPARED]
+    exact += get_close_matches(wanted, similar, n=1, cutoff=0.6)
     return by_lower[exact[0]] if exact else ""

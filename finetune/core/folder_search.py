@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from finetune.core.errors import Problem, UserError
 
 MOST_PARTS = 100  # of a pattern
+MOST_LEVELS = 100  # of nested folders
 MOST_ENTRIES = 20_000  # files and folders that one search looks at
 
 
@@ -24,13 +25,13 @@ class Search:
 
     def __init__(self, key: str, most: int = MOST_ENTRIES) -> None:
         self.key, self.left, self.most = key, most, most
-        self.seen: set[str] = set()  # folders without links, which may lead to one folder several times
+        self.seen: set[tuple[int, int]] = set()  # devices and inodes, because links may lead to one folder
 
     def is_new(self, folder: Path) -> bool:
         """Whether this search has not read the folder before."""
-        real = os.path.realpath(folder)
-        is_new = real not in self.seen
-        self.seen.add(real)
+        found = os.stat(folder)
+        is_new = (found.st_dev, found.st_ino) not in self.seen
+        self.seen.add((found.st_dev, found.st_ino))
         return is_new
 
     def entries(self, folder: Path) -> list[Path]:
@@ -121,9 +122,45 @@ def _matches(place: Path, part: str, search: Search) -> list[Path]:
 
 def _folders_below(folder: Path, search: Search) -> Iterator[Path]:
     """Yield a folder and its subfolders, without hidden folders and without a folder that was read before."""
-    if not os.path.isdir(folder) or not search.is_new(folder):
-        return
-    yield folder
-    for entry in search.entries(folder):
-        if not entry.name.startswith("."):
-            yield from _folders_below(entry, search)
+    waiting = [(folder, 0)]
+    while waiting:
+        folder, depth = waiting.pop()
+        if not os.path.isdir(folder) or not search.is_new(folder):
+            continue
+        check_depth(folder, depth, search.key)
+        yield folder
+        below = [entry for entry in search.entries(folder) if not entry.name.startswith(".")]
+        waiting += [(entry, depth + 1) for entry in reversed(below)]
+
+
+def check_depth(folder: Path, depth: int, key: str = "") -> None:
+    """Stop if a search has gone down too many levels (exit 2)."""
+    if depth > MOST_LEVELS:
+        raise UserError(
+            Problem(
+                "the folders are nested too deeply",
+                key,
+                where=str(folder)[:200],
+                expected=f"at most {MOST_LEVELS} levels",
+                fix="move the files to a folder near the top",
+                code="data-size",
+            )
+        )
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """Yield all entries below a folder. It follows no links. `os.walk` fails in deeply nested folders.
+
+    Raises:
+        UserError: the folders are nested too deeply (exit 2).
+    """
+    waiting = [(root, 0)]
+    while waiting:
+        folder, depth = waiting.pop()
+        check_depth(folder, depth)
+        with os.scandir(folder) as listed:
+            entries = sorted(listed, key=lambda entry: entry.name)
+        for entry in entries:
+            yield folder / entry.name
+        folders = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        waiting += [(folder / entry.name, depth + 1) for entry in reversed(folders)]

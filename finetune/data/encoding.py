@@ -335,14 +335,16 @@ class Encoder:
         return replace(example, messages=messages)
 
     def _cut_plain(self, whole: Encoded, limit: int) -> Encoded | None:
-        """Remove the first tokens of a prompt, but keep its BOS token."""
+        """Remove the first tokens of a prompt, but keep what the tokenizer adds before every text."""
         excess = len(whole.ids) - limit
-        bos = int(whole.ids[0] == self.tokenizer.bos_token_id)
+        kept = int(whole.ids[0] == self.tokenizer.bos_token_id)
+        if whole.ids[: len(self.opening)] == [*self.opening]:
+            kept = max(kept, len(self.opening))
         if excess <= 0:
             return whole
-        if whole.answer - bos <= excess:
+        if whole.answer - kept <= excess:
             return None
-        ids, answer = whole.ids[:bos] + whole.ids[bos + excess :], whole.answer - excess
+        ids, answer = whole.ids[:kept] + whole.ids[kept + excess :], whole.answer - excess
         start = 0 if self.train_on == "all" else answer
         return whole._replace(ids=ids, trained=[(start, len(ids))], cut=excess, answer=answer)
 

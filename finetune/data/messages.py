@@ -16,6 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 """The opening tag can be part of the prompt. Then the answer has only the closing tag."""
 PLAIN = {"role", "content"}
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a key that has none
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Types of Anthropic's content parts, besides text. A user message can also have `tool_result`
 ANTHROPIC = ("thinking", "tool_use")
@@ -164,8 +165,9 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
         bad.roles = (str(named),)
         raise bad
     message: Message = {"role": role}
-    content = turn.get("content", turn.get("value"))
-    calls = [*_calls(turn.get("tool_calls"), where), *_calls(turn.get("function_call"), where)]
+    _check_roles(turn, roles, where)
+    content = _either(turn, "content", "value", where)
+    calls = _calls(_either(turn, "tool_calls", "function_call", where), where)
     if isinstance(content, list):
         content, reasoning, more = _parts(content, where)
         calls += more
@@ -188,6 +190,41 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
     if not content.strip() and not calls and role in ("user", "assistant"):
         raise BadRow("malformed", "`content` is empty", where)
     return {**message, "content": content}
+
+
+def _either(turn: dict[str, Any], first: str, second: str, where: str) -> Any:
+    """Return the value of the one of two keys that has a value. Formats name the same part in two ways.
+
+    Raises:
+        BadRow: both have a value, and the values differ.
+    """
+    one, other = turn.get(first), turn.get(second)
+    if one in EMPTY or other in EMPTY:
+        return other if one in EMPTY and (other not in EMPTY or first not in turn) else one
+    if one != other:
+        raise BadRow(
+            "malformed",
+            f"a message has a `{first}` and another `{second}`",
+            where,
+            f"{short(one)} and {short(other)}",
+            fix="keep the key of one format in each message",
+        )
+    return one
+
+
+def _check_roles(turn: dict[str, Any], roles: dict[str, str], where: str) -> None:
+    """Check that `role` and `from` name the same role, if a message has both."""
+    named = {
+        roles.get(str(turn[key]), turn[key]) for key in ("role", "from") if isinstance(turn.get(key), str)
+    }
+    if len(named & {*ROLES}) > 1:
+        raise BadRow(
+            "malformed",
+            "a message has two roles",
+            where,
+            f"role: {turn['role']}, from: {turn['from']}",
+            fix="keep the key of one format in each message",
+        )
 
 
 def _without_reasoning(content: str, where: str) -> str:
@@ -219,7 +256,7 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
                 found=short(kind),
                 expected=" or ".join((*found, *ANTHROPIC)),
             )
-        found[kind].append(part.get("text", part.get("value")) if isinstance(part, dict) else part)
+        found[kind].append(_either(part, "text", "value", where) if isinstance(part, dict) else part)
     if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
         raise BadRow("malformed", "`content` must be a string", where, found=short(parts))
     return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]

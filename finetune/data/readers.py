@@ -280,8 +280,10 @@ def _tar(path: Path, limits: Limits) -> Rows:
             ArchiveStream(file, path, limits) as content,
             tarfile.open(fileobj=content, mode="r:") as archive,
         ):
+            seen = set[int]()  # hashes of names, so that millions of members fit in memory
             for name, group in groupby(_members(archive, path, limits), key=itemgetter(0)):
-                yield _sample(group, f"{path}!{name}")
+                yield _sample(group, f"{path}!{name}", hash(name) in seen)
+                seen.add(hash(name))
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RecursionError) as error:
         raise UserError(
             Problem(
@@ -337,14 +339,22 @@ def _members(archive: Any, path: Path, limits: Limits) -> Iterator[tuple[str, st
             yield name, kind, opened.read()
 
 
-def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadRow:
+def _sample(members: Iterable[tuple[str, str, bytes]], where: str, repeated: bool) -> Row | BadRow:
+    """Return the row of the members with one name.
+
+    Args:
+        repeated: whether the archive has members of this name before other members.
+    """
     row: dict[str, Any] = {}
-    bad = ""
+    bad = "members of this name stand twice in the archive" if repeated else ""
     for _, kind, content in members:
         try:
             text = content.decode()
             value = DECODER.decode(text) if kind == "json" else text
-            row |= value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
+            new = value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
+            if twice := [key for key in new if key in row]:
+                bad = bad or f"two members of the archive give the column {twice[0]}"
+            row |= new
         except (ValueError, RecursionError):
             bad = bad or f"the member .{kind} is not UTF-8 text or not JSON"
     return BadRow("unreadable", bad, where) if bad else checked_row(row, where, escapes=True)

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from finetune.core.errors import Problem, UserError, raise_if_any
-from finetune.core.folder_search import match_paths
+from finetune.core.folder_search import match_paths, walk
 from finetune.core.paths import can_be_path, is_utf8, local_path, similar_files
 from finetune.core.regular_files import check_regular
 from finetune.data import hints, hub_datasets, read_limits
@@ -446,7 +446,7 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
 
 
 def _nothing_to_read(folder: Path, key: str) -> Problem:
-    below = islice(folder.rglob("*"), LOOKED_AT) if folder.is_dir() else ()
+    below = islice(walk(folder), LOOKED_AT) if folder.is_dir() else ()
     others = [path.name for path in sorted(below) if os.path.isfile(path)]
     return Problem(
         f"the folder {folder} has no data file",

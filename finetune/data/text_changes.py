@@ -115,7 +115,8 @@ def _words(text: str) -> list[str]:
     text = text.replace(_MARK, " ")
     if text.isascii():
         return text.replace("``", '"').replace("''", '"').replace("`", "'").casefold().split()
-    plain = _without_marks(unicodedata.normalize("NFKD", text))
+    # Marks are removed first, because the time of `normalize` is quadratic in the length of a row of marks
+    plain = _without_marks(unicodedata.normalize("NFKD", _without_marks(text)))
     plain = _without_marks(unicodedata.normalize("NFKD", plain.casefold()))
     return plain.translate(_QUOTES).replace("''", '"').split()
 

@@ -16,8 +16,9 @@ from typing import Any
 from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
 from finetune.core.paths import can_be_path, local_path, similar_files
-from finetune.data import dataset_folders, hub_datasets
+from finetune.data import dataset_folders, hub_datasets, read_limits
 from finetune.data.examples import BadRow, Row
+from finetune.data.json_values import MOST_VALUES
 from finetune.data.readers import READERS, read_file
 
 LOADERS = {  # dataset_path -> suffixes of its files
@@ -29,6 +30,7 @@ LOADERS = {  # dataset_path -> suffixes of its files
 }
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 MOST_FILES = 10_000
+MOST_COLUMNS = 10_000  # of a CSV file
 KEY = "dataset_path"
 
 
@@ -262,7 +264,25 @@ def examples(paths: list[Path]) -> list[dict[str, Any]]:
                 code="data-empty",
             )
         )
+    if len(rows) * len(names) > max(MOST_VALUES, 2 * sum(map(len, rows))):
+        raise _too_many(
+            f"{len(names):,} columns in {len(rows):,} rows", "the same columns in each row", paths[0]
+        )
     return [{name: row.get(name) for name in names} for row in rows]
+
+
+def _too_many(found: str, expected: str, path: Path) -> UserError:
+    return UserError(
+        Problem(
+            "the data of the task has too many columns",
+            KEY,
+            where=str(path),
+            found=found,
+            expected=expected,
+            fix="keep only the columns that the task names",
+            code="data-size",
+        )
+    )
 
 
 def _dataset(paths: list[Path]) -> Any:
@@ -291,7 +311,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from _csv(path)
     elif path.suffix == ".txt":
         (row,) = read_file(path)
-        yield from ({"text": line} for line in _value(row)["text"].splitlines())
+        lines = _value(row)["text"].removesuffix("\n").split("\n")  # splitlines also splits at form feeds
+        yield from ({"text": line} for line in lines)
     else:
         yield from map(_value, read_file(path))
 
@@ -306,6 +327,10 @@ def _csv(path: Path) -> list[dict[str, Any]]:
     """Read a CSV file with pandas, which gives the same column types as `datasets`."""
     import pandas
 
+    with path.open("rb") as file:
+        for number, line in enumerate(read_limits.limited_lines(file, path, read_limits.DEFAULT)):
+            if number == 0 and line.count(b",") >= MOST_COLUMNS:
+                raise _too_many(f"{line.count(b',') + 1:,} columns", f"at most {MOST_COLUMNS:,}", path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             table = pandas.read_csv(file)

@@ -435,8 +435,8 @@ def _examples_in(path: Path) -> int | None:
         return None
     try:
         text = regular_files.read_text(path)
-        return len(json.loads(text)) if text.lstrip().startswith("[") else len(text.strip().splitlines())
-    except (OSError, ValueError):
+        return len(json.loads(text)) if text.lstrip().startswith("[") else len(text.strip().split("\n"))
+    except (OSError, ValueError, RecursionError):
         return None
 
 

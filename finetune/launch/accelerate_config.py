@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from finetune.core import foreign_yaml, regular_files, strict_yaml, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.core.formatting import as_yaml
@@ -73,8 +71,8 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         text = regular_files.read_text(path)
-        made = yaml.safe_load(text)
-    except (OSError, *foreign_yaml.ERRORS) as error:
+        made = foreign_yaml.read(text, str(path))
+    except (OSError, ValueError) as error:
         raise UserError(
             Problem(
                 "the file is not an accelerate config",

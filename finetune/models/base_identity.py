@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core import regular_files, verified_files
+from finetune.core.errors import Problem, raise_if_any
 from finetune.core.paths import local_path
 from finetune.core.weight_files import find_weight_files
 from finetune.hub import client
 from finetune.models import model_files, usual_configs
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Model
-    from finetune.run_folder.run_folder import RunFolder
+from finetune.recipe.schema import Model
+from finetune.run_folder.run_folder import RunFolder
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -51,6 +50,25 @@ def config_values(model: Model) -> dict[str, Any]:
         for key, value in raw.items()
         if key == "quantization_config" or not usual_configs.has_no_effect(key, value, words)
     }
+
+
+def check_adapter(folder: Path, model: Model) -> None:
+    """Check that the base model has not changed since the run that has this folder of an adapter, if any.
+
+    Raises:
+        UserError: it has changed (exit 2).
+    """
+    run = RunFolder(folder.parent)
+    raise_if_any(
+        Problem(
+            note,
+            "adapter.init_from",
+            where=str(folder),
+            fix="restore the base model, or from_other_base: true",
+            code="adapter-files",
+        )
+        for note in (notes(model, run) if folder == run.adapter and run.recipe.exists() else ())
+    )
 
 
 def notes(model: Model, run: RunFolder) -> list[str]:

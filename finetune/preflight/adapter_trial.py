@@ -56,17 +56,24 @@ def check_on_meta(recipe: Recipe, folder: Path) -> list[Problem] | None:
     Args:
         folder: the folder of the base model.
     """
-    steps = recipe.train.max_steps or STEPS
     logging.disable(logging.WARNING)  # also of packages that PEFT imports
     try:
-        import torch
+        return _tried(recipe, folder)
+    finally:
+        logging.disable(logging.NOTSET)
 
-        from finetune.adapters import attach
-        from finetune.core.run_checks import RunChecks
-        from finetune.models import meta_forward
-        from finetune.preflight import gradient_probe
-        from finetune.speed import lm_head_loss
 
+def _tried(recipe: Recipe, folder: Path) -> list[Problem] | None:
+    import torch
+
+    from finetune.adapters import attach
+    from finetune.core.run_checks import RunChecks
+    from finetune.models import meta_forward
+    from finetune.preflight import gradient_probe
+    from finetune.speed import lm_head_loss
+
+    steps = recipe.train.max_steps or STEPS
+    try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # PEFT repeats its warnings when training attaches the adapter
             model: Any = module_lists.build_without_weights(folder)
@@ -87,8 +94,6 @@ def check_on_meta(recipe: Recipe, folder: Path) -> list[Problem] | None:
         if gradient_probe.needs_values(error):
             return None
         raise
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _add_rows(model: Any, section: Model) -> list[int]:

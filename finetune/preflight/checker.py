@@ -27,6 +27,7 @@ from finetune.distributed import launch_environment
 from finetune.hub import client
 from finetune.models import (
     architecture,
+    base_identity,
     checkpoint_headers,
     generation_config,
     model_files,
@@ -392,6 +393,9 @@ def _adapter(recipe: Recipe, config: ModelConfig | None) -> list[str]:
     """Check `adapter.init_from`, and compare the names in `adapter:` with the modules of a local model."""
     folder = Path(recipe.model.name)
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
+    source = continue_from.source_folder(recipe.adapter.source) if recipe.adapter.source else None
+    if source and not recipe.adapter.ours("from_other_base"):
+        base_identity.check_adapter(source, recipe.model)
     notes += _tokens_of_source(recipe, config)
     if not folder.is_dir() or config is None:
         return notes

@@ -77,6 +77,17 @@ def command(path: str, overrides: list[str], output: str | None, screen: Console
     whole = loader.load(path, overrides)
     checker.check_without_examples(whole)
     made = not folder.exists()
+    if folder.is_symlink():
+        raise UserError(
+            Problem(
+                "the output folder is a link",
+                where=str(folder),
+                found=str(folder.resolve()),
+                fix="name a folder with --output",
+                why="finetune would replace files in another folder",
+                code="unsafe-file",
+            )
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from finetune.core import strict_yaml
+from finetune.core.visible_text import visible
 from finetune.recipe import adapter_types
 
 PLAIN = re.compile(r"\w[\w./-]*|[./]+\w[\w./-]*")
@@ -79,7 +80,7 @@ def _yaml(value: object) -> str:
     """A value in YAML; a string has quotes where YAML would read it as something else."""
     if isinstance(value, str) and PLAIN.fullmatch(value) and strict_yaml.scalar(value) == value:
         return value
-    return json.dumps(value, ensure_ascii=False)
+    return visible(json.dumps(value, ensure_ascii=False))  # its escapes are valid in YAML
 
 
 NOTES = {

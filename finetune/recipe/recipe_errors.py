@@ -82,6 +82,7 @@ _REQUIRED = {  # what to add, for a required key or section
     "data.name": "data: {name: data/train.jsonl, validation_fraction: 0.02}",
     "adapter": "adapter: {type: lora, r: 16}",
 }
+MOST_EXPLAINED = 200  # mistakes whose help is searched for. An error shows fewer
 MOST_CHOICES = 5  # in one error
 _NOT_CONCATENATED = {  # key -> its value without an effect, and why it excludes concatenated examples
     "train.pad_to_multiple_of": (1, "each padding token would be an example of its own in the sequence"),
@@ -103,7 +104,12 @@ def explain(
         path = _place({**item, "loc": (*under, *item["loc"])}, where)
         grouped.setdefault(path, []).append(item)
     inside = {path[:depth] for path in grouped for depth in range(1, len(path))}  # parents of a mistake
-    return [_problem(path, items, raw, where, known) for path, items in grouped.items() if path not in inside]
+    wrong = [(path, items) for path, items in grouped.items() if path not in inside]
+    problems = [_problem(path, items, raw, where, known) for path, items in wrong[:MOST_EXPLAINED]]
+    return problems + [
+        Problem("this key is not valid", ".".join(path), place_of(path, where), code="unknown-key")
+        for path, _ in wrong[MOST_EXPLAINED:]
+    ]
 
 
 def secrets(

@@ -192,6 +192,15 @@ def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Problem]:
             why="`train.seed` is the seed that shuffles a stream",
             code="recipe-conflict",
         )
+    if train.get("dataloader_in_order") is False and train.get("dataloader_num_workers") != 0:
+        yield Problem(
+            "finetune needs the examples in a fixed order",
+            "train.dataloader_in_order",
+            found="false",
+            fix="dataloader_in_order: true",
+            why="a resumed run would skip some examples and repeat others",
+            code="recipe-conflict",
+        )
     if train.get("save_strategy") == "epoch" and train.get("save_steps") is not None:
         yield Problem(
             "this key has no effect with `save_strategy: epoch`",

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from finetune.core import foreign_yaml, safe_files, standard_streams, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.folder_search import match_paths
+from finetune.core.folder_search import match_paths, walk
 from finetune.core.paths import local_path, similar_files
 from finetune.core.privacy import masked
 from finetune.core.visible_text import visible
@@ -363,8 +363,11 @@ def refuse_links(folder: Path) -> None:
     which has links to W&B's logs. It neither reads nor publishes this folder.
     """
     root, problems = untrusted_files.real_path(folder), list[Problem]()
-    for above, folders, files in os.walk(root):
-        for entry in (Path(above) / name for name in (*folders, *files)):
+    for top in sorted(root.iterdir()):
+        for entry in (
+            top,
+            *(walk(top) if top.is_dir() and top.name != WANDB and not top.is_symlink() else ()),
+        ):
             mode = entry.lstat().st_mode
             target = untrusted_files.real_path(entry) if stat.S_ISLNK(mode) else entry
             if stat.S_ISLNK(mode) and target.is_symlink():
@@ -390,8 +393,6 @@ def refuse_links(folder: Path) -> None:
                         code="unsafe-file",
                     )
                 )
-        if Path(above) == root:
-            folders[:] = [name for name in folders if name != WANDB]
     if problems:
         raise UserError(*problems[:10])
 

@@ -144,7 +144,7 @@ def _keep_output(self: Any, *args: object, **kwargs: object) -> Any:
     if self.training:
         parts = output if isinstance(output, tuple) else (output,)
         logits = output[self.finetune_router_index] if isinstance(output, tuple) else output
-        chosen = next((part for part in parts if part.dtype == torch.int64), None)
+        chosen = next((part for part in parts if getattr(part, "dtype", None) == torch.int64), None)
         self.finetune_router_output = (
             logits if self.finetune_router_balanced else logits.detach(),
             chosen,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune.adapters import continue_from
 from finetune.autoconfig.batch_size import Batch
 from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing import resume_contract
@@ -11,7 +12,7 @@ from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.distributed import collectives, launch_environment
 from finetune.evaluation import results
 from finetune.models import base_identity
-from finetune.recipe.schema import Model, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.training import resolved_recipe
 from finetune.training.run_context import RunData
 
@@ -62,7 +63,7 @@ def contract_of(
         **batch._asdict(),
         "data: token ids": reports["train"].token_ids,
         "validation: token ids": reports["validation"].token_ids,
-        **_config_facts(recipe.model),
+        **_config_facts(recipe),
         **results.metric_files(recipe.eval),
     }
     if recipe.train.per_device_train_batch_size == "auto":  # the chosen size is among the choices
@@ -80,7 +81,8 @@ def contract_of(
     return contract
 
 
-def _config_facts(model: Model) -> dict[str, Any]:
-    """Return the values in the base model's config.json that can change what the model computes."""
-    values = base_identity.config_values(model)
-    return {f"{resume_contract.CONFIG}{key}": value for key, value in values.items()}
+def _config_facts(recipe: Recipe) -> dict[str, Any]:
+    """Return the values in the configs of base model and source adapter that change the result."""
+    base, source = base_identity.config_values(recipe.model), continue_from.config_values(recipe.adapter)
+    found = {f"{resume_contract.CONFIG}{key}": value for key, value in base.items()}
+    return found | {f"{resume_contract.SOURCE}{key}": value for key, value in source.items()}

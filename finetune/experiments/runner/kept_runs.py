@@ -16,6 +16,7 @@ from typing import Any
 from finetune.core import progress, safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.experiments.runner import varied_keys
+from finetune.hub import client
 from finetune.models import base_identity
 from finetune.recipe.schema import Recipe
 from finetune.run_folder import run_folder
@@ -32,6 +33,7 @@ def make_folder(folder: Path, command: str) -> None:
         UserError: the folder is a run folder, contains a link to outside, or cannot be written (exit 2).
     """
     problem = "a run folder" if (folder / "recipe.resolved.yaml").exists() else ""
+    problem = f"a link to {folder.resolve()}" if folder.is_symlink() else problem
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,8 +61,26 @@ def identity(recipe: Recipe, data: list[str], *launch: object) -> str:
     """
     values = recipe.model_dump(mode="json", exclude_none=True, exclude={"publish": True})
     values["train"].pop("output_dir", None)
-    content = [values, *launch, data, base_identity.digest(recipe.model)]
+    content = [values, *launch, data, base_identity.digest(recipe.model), named_files(recipe)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def named_files(recipe: Recipe) -> dict[str, str]:
+    """Return a hash of each file that a recipe names by its path, except the data and the base model."""
+    from finetune.adapters import continue_from
+    from finetune.evaluation import results
+
+    found, template, source = (
+        results.files_hashed(recipe.eval),
+        recipe.data.chat_template,
+        recipe.adapter.source,
+    )
+    if template and Path(template).is_file():
+        found["data.chat_template"] = client.sha256(Path(template))
+    if source and (folder := continue_from.source_folder(source)):
+        files = (folder / name for name in continue_from.FILES)
+        found |= {f"adapter.init_from {file.name}": client.sha256(file) for file in files if file.is_file()}
+    return found
 
 
 def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 from finetune.autoconfig.batch_size import count_steps, split_batch, steps_between
 from finetune.core import paths, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest, raise_if_any
-from finetune.experiments.runner import varied_keys
+from finetune.experiments.runner import kept_runs, varied_keys
 from finetune.models import base_identity
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.recipe_errors import Where
@@ -428,6 +428,7 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     found = varied_keys.values_of(recipe) | ({ROWS: content} if content else {})
     if base := base_identity.digest(recipe.model):
         found[BASE] = base
+    found |= {f"file of {name}": digest for name, digest in kept_runs.named_files(recipe).items()}
     for key, one in space.parameters.items():
         found[f"space.{key}"] = varied_keys.text_of(one.model_dump(exclude_defaults=True))
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}

@@ -187,9 +187,11 @@ UNREADABLE = ["num_processes: 2  # café\n".encode("latin-1"), b"a: 2026-02-30\n
 def test_a_config_that_is_no_text_or_has_a_date_that_is_none_is_an_error(content: bytes, tmp_path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="not an accelerate config") as raised:
+    with pytest.raises(
+        UserError, match=r"not an accelerate config|not valid YAML|nested too deeply"
+    ) as raised:
         accelerate_config.read(path)
-    assert raised.value.problems[0].where == str(path)
+    assert raised.value.problems[0].where.startswith(str(path))
 
 
 @pytest.mark.parametrize(
