@@ -138,13 +138,20 @@ def _use(kept: list[tuple[torch.Tensor, torch.Tensor | None]], mask: torch.Tenso
     return RouterUse(entropy, rows, torch.stack(tokens) if whole else torch.empty(0, device=device))
 
 
+def _is_choice(part: object, logits: torch.Tensor) -> bool:
+    """Return whether a part of a router's output holds the chosen experts of each token."""
+    if not isinstance(part, torch.Tensor) or part.dtype != torch.int64 or part.dim() < 2:
+        return False
+    return part.numel() * logits.shape[-1] == logits.numel() * part.shape[-1]
+
+
 def _keep_output(self: Any, *args: object, **kwargs: object) -> Any:
     """Run a router's own forward. In training, keep its logits and the experts that it chose."""
     output = type(self).forward(self, *args, **kwargs)
     if self.training:
         parts = output if isinstance(output, tuple) else (output,)
         logits = output[self.finetune_router_index] if isinstance(output, tuple) else output
-        chosen = next((part for part in parts if getattr(part, "dtype", None) == torch.int64), None)
+        chosen = next((part for part in parts if _is_choice(part, logits)), None)
         self.finetune_router_output = (
             logits if self.finetune_router_balanced else logits.detach(),
             chosen,

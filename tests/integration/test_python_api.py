@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +157,40 @@ def test_a_run_without_an_evaluation_is_an_error_of_the_user(tmp_path) -> None:
             read()
     with pytest.raises(UserError, match=r"help: +run `finetune evaluate RUN`"):
         _ = run.eval
+
+
+def _as_a_link(run: Path) -> None:
+    (run / "adapter").rename(run.parent / "elsewhere")
+    (run / "adapter").symlink_to(run.parent / "elsewhere")
+
+
+def _of_another_base(run: Path) -> None:
+    config = json.loads((path := run / "adapter" / "adapter_config.json").read_text())
+    path.write_text(json.dumps({**config, "base_model_name_or_path": "other/model"}))
+
+
+def _as_a_pickle(run: Path) -> None:
+    (run / "adapter" / "adapter_model.safetensors").unlink()
+    (run / "adapter" / "adapter_model.bin").write_bytes(b"a pickle")
+
+
+@pytest.mark.parametrize("change", [_as_a_link, _of_another_base, _as_a_pickle])
+def test_load_model_refuses_what_the_commands_refuse(change, trained) -> None:
+    run = trained()
+    change(run.path)
+    with pytest.raises(UserError) as raised:
+        finetune.Run(run.path).load_model()
+    assert raised.value.problems[0].code in ("unsafe-file", "run-damaged", "adapter-files")
+
+
+def test_changed_base_model_warns_in_load_model_and_ends_init_from(trained, two_layers, tmp_path) -> None:
+    shutil.copytree(two_layers, base := tmp_path / "base")
+    run = trained("lora", f"model.name={base}")
+    config = json.loads((path := base / "config.json").read_text())
+    path.write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.warns(UserWarning, match=r"the base model has changed since the run: rms_norm_eps"):
+        finetune.Run(run.path).load_model()
+    options = [f"model.name={base}", f"adapter.init_from={run.path}"]
+    with pytest.raises(UserError, match="the base model has changed since the run: rms_norm_eps"):
+        finetune.check(finetune.load_recipe(QUICKSTART, options))
+    finetune.check(finetune.load_recipe(QUICKSTART, [*options, "adapter.from_other_base=true"]))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from finetune.cli import main
 from finetune.core import folder_search
-from support.paths import QUICKSTART
+from support.paths import DATA, MODEL, QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
@@ -160,3 +163,58 @@ def test_name_that_is_too_long_for_a_path_is_refused(key: str, name: str, comman
     value = f'["{name}"]' if key == "eval.tasks" else f'"{name}"'
     ended = commands.run("check", str(QUICKSTART), f"{key}={value}")
     assert not ended.wrong and ended.code == 2 and key in ended.said, ended
+
+
+def deep(folder: Path, levels: int, branches: int = 1) -> None:
+    """Nested folders, made from the inside, because paths have a limit."""
+    for branch in range(branches):
+        here = os.open(folder, os.O_RDONLY)
+        for level in range(levels):
+            name = f"{branch}d" if level == 0 else "d"
+            os.mkdir(name, dir_fd=here)
+            below = os.open(name, os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = below
+        os.close(here)
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.jsonl"])
+def test_deeply_nested_data_is_refused_at_once(pattern: str, tmp_path, commands) -> None:
+    (folder := tmp_path / "data").mkdir()
+    deep(folder, 300, branches=4)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={folder}/{pattern}")
+    assert not ended.wrong and ended.code == 2, ended
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def test_run_with_deeply_nested_folders_is_refused(trained, capsys) -> None:
+    run = trained().path
+    deep(run, 1200)
+    for command in (
+        ["merge"],
+        ["publish", "--dry-run"],
+        ["chat", "--prompt", "a"],
+        ["export", "--to", "vllm"],
+    ):
+        assert main.main([command[0], str(run), *command[1:]]) == 2
+        assert "nested too deeply" in capsys.readouterr().err
+    subprocess.run(["rm", "-rf", str(run)], check=True)
+
+
+@pytest.mark.parametrize("command", ["profile", "ablate", "sweep"])
+def test_link_in_place_of_a_commands_folder_is_not_followed(
+    command: str, tmp_path, monkeypatch, capsys
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (victim := tmp_path / "victim").mkdir()
+    (victim / "trace.json").write_text("mine")
+    shutil.copy(QUICKSTART, tmp_path / "r.yaml")
+    (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 4, high: 64}}\n")
+    (tmp_path / "runs" / f"{command}-r").symlink_to(victim)
+    monkeypatch.chdir(tmp_path)
+    more = ["--space", "space.yaml"] if command == "sweep" else []
+    options = [f"model.name={MODEL}", f"data.name={DATA / 'train.jsonl'}", "data.validation_fraction=0.1"]
+    assert main.main([command, "r.yaml", *more, *options, "data.validation=null"]) == 2
+    assert "link" in capsys.readouterr().err
+    assert [path.name for path in victim.iterdir()] == ["trace.json"]
+    assert (victim / "trace.json").read_text() == "mine"

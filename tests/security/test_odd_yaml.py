@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
 from finetune.cli import main
+from finetune.core import errors, strict_yaml
 from finetune.core.errors import UserError
 from finetune.data import dataset_folders
 from finetune.export import published_text
 from finetune.launch import accelerate_config
-from finetune.recipe import renames
+from finetune.recipe import new_recipe, renames
 from finetune.run_folder import run_folder
 from support.paths import QUICKSTART
 
@@ -62,3 +64,38 @@ def test_comment_of_a_recipe_is_published_without_folders() -> None:
     clean = published_text.recipe_without_paths(text, {"/home/me/y": "y"}, BASE)
     assert clean.startswith("# see rows.jsonl and rows.jsonl "), clean
     assert "mine" not in clean and "/home/me" not in clean and "https://h.co/a/b.json" in clean
+
+
+def test_aliases_of_an_accelerate_config_stay_small(tmp_path) -> None:
+    lines = ["gpu_ids: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"fsdp_config: {{b: &a1 [{', '.join(['*a0'] * 10)}]}}"]
+    lines += [f"tpu_config{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(2, 9)]
+    (path := tmp_path / "launch.yaml").write_text("\n".join([*lines, "num_processes: *a8", ""]))
+    started = time.process_time()
+    with pytest.raises(UserError, match="the YAML is too large"):
+        accelerate_config.read(path)
+    path.write_text(f"num_processes: 0x{'f' * 5000}\n")
+    with pytest.raises(UserError):
+        accelerate_config.read(path)
+    assert time.process_time() - started < 2
+
+
+def test_many_unknown_keys_and_columns_are_explained_at_once(tmp_path, capsys) -> None:
+    keys = "".join(f"  learning_rats{number}: 1\n" for number in range(4800))
+    (path := tmp_path / "recipe.yaml").write_text(f"model: {{name: a}}\ntrain:\n{keys}")
+    started = time.process_time()
+    assert main.main(["check", str(path)]) == 2
+    assert "more problems are not shown" in capsys.readouterr().err
+    names = [f"{'n' * 180}{number}" for number in range(4000)]
+    assert errors.nearest("n" * 180 + "x", names)
+    said = str(errors.Problem("a column is missing", found=", ".join(names)))
+    assert len(said) < 3000 and "more characters" in said
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("name", ["a\x85b", "a\x7fb", "a\ufffeb", "a\u2028b"])
+def test_init_writes_a_name_that_yaml_reads_back(name: str, tmp_path) -> None:
+    text = new_recipe._yaml(name)
+    assert yaml.safe_load(text) == name
+    (path := tmp_path / "a.yaml").write_text(f"model: {{name: {text}}}\n")
+    assert strict_yaml.parse(path.read_text(), "a.yaml").value == {"model": {"name": name}}

@@ -134,3 +134,25 @@ def test_training_in_a_folder_with_modules_imports_none(folder: Path) -> None:
     done = run(console_script("train", "recipe.yaml"), folder)
     assert done.returncode == 0, done.stderr
     assert not (folder / MARK).exists(), (folder / MARK).read_text()
+
+
+def test_open_end_of_pythonpath_imports_nothing_that_finetune_needs(folder: Path) -> None:
+    plant(folder)
+    for name in ("finetune", "typing"):  # Python and the entry point themselves import these
+        (folder / name).rename(folder / f"{name}-") if name in PACKAGES else (folder / f"{name}.py").unlink()
+    for name in ("contextlib", "dataclasses", "difflib", "functools"):
+        (folder / f"{name}.py").write_text(f"open({str(folder / MARK)!r}, 'a').write(__name__ + '\\n')\n")
+    code = "import sys; from finetune.__main__ import main; sys.exit(main())"
+    done = run(
+        [
+            sys.executable,
+            "-I",
+            "-c",
+            f"import sys; sys.path[:0] = ['', {str(ROOT)!r}]; {code}",
+            "check",
+            "recipe.yaml",
+        ],
+        folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (folder / MARK).exists(), (folder / MARK).read_text()

@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +12,14 @@ from typing import Any, get_args
 import pytest
 
 from finetune.core.errors import UserError
-from finetune.evaluation import limited_patterns, lm_eval_harness, lm_eval_tasks, task_keys, tasks
+from finetune.evaluation import (
+    limited_patterns,
+    lm_eval_harness,
+    lm_eval_tasks,
+    task_data,
+    task_keys,
+    tasks,
+)
 from finetune.recipe.schema import Eval
 from support.paths import ROOT
 from support.scripts import module_of
@@ -412,3 +420,24 @@ def test_literal_that_python_cannot_parse_is_text_or_an_error(text: str) -> None
         lm_eval_tasks.sandboxed(template, "doc_to_choice", True, "task.yaml")(row)
     with pytest.raises(UserError, match="the template gives no list of choices"):
         lm_eval_tasks.sandboxed(template, "doc_to_target", True, "task.yaml")({"right": "²"})
+
+
+def test_lines_of_a_text_are_those_of_lm_eval(tmp_path) -> None:
+    (path := tmp_path / "a.txt").write_bytes("a\x0cb\x85c\u2028d\r\n\ne\n".encode())
+    assert [row["text"] for row in task_data.examples([path])] == ["a\x0cb\x85c\u2028d", "", "e"]
+
+
+@pytest.mark.parametrize("case", ["sparse", "columns", "names"])
+def test_data_of_a_task_that_fills_the_memory_is_refused(case: str, tmp_path) -> None:
+    path = tmp_path / ("a.jsonl" if case == "names" else "a.csv")
+    with path.open("wb") as file:
+        if case == "sparse":
+            file.truncate(100_000_000)
+        elif case == "columns":
+            file.write(b",".join(b"c%d" % number for number in range(50_000)) + b"\n" + b"," * 49_999)
+        else:
+            file.write(b"".join(b'{"c%d": 1}\n' % number for number in range(3000)))
+    started = time.process_time()
+    with pytest.raises(UserError) as raised:
+        task_data.examples([path])
+    assert raised.value.problems[0].code == "data-size" and time.process_time() - started < 3

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,12 @@ def test_settings_of_a_tokenizer_take_no_argument_of_transformers(name: str, tmp
         path.write_text(json.dumps({**content, name: value}))
         assert main.main(["check", str(QUICKSTART), f"model.name={model}"]) == code
     assert f"remove {name} from the file" in capsys.readouterr().err
+
+
+def test_long_rows_of_marks_are_compared_at_once() -> None:
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Replace("zqzq", "zqzq")
+    assert (how := text_changes.comparison(backend))
+    started = time.process_time()
+    assert not text_changes.find(backend, "a" + "\u0316\u0301" * 100_000, how)
+    assert time.process_time() - started < 2

@@ -272,3 +272,20 @@ def test_run_whose_token_ids_are_others_now_is_refused_with_the_versions_that_ma
     with pytest.raises(UserError, match=r"the versions .* \(finetune-toolkit 0\.0\.9") as raised:
         resume_contract.compare(kept, now, tmp_path)
     assert raised.value.code == 4
+
+
+def test_options_of_the_adapter_to_continue_from_are_part_of_the_contract(saved_lora) -> None:
+    recipe = loader.load(QUICKSTART, [f"adapter.init_from={saved_lora}"])
+    before = resume_facts._config_facts(recipe)
+    config = json.loads((path := saved_lora / "adapter_config.json").read_text())
+    path.write_text(
+        json.dumps({**config, "target_modules": [*config["target_modules"]][::-1], "revision": "b"})
+    )
+    assert resume_facts._config_facts(recipe) == before
+    for key, value in (("lora_alpha", 9), ("lora_dropout", 0.5), ("alpha_pattern", {"q_proj": 800})):
+        path.write_text(json.dumps({**config, key: value}))
+        then, now = (
+            {"recipe": {}, "facts": one, "chosen": {}} for one in (before, resume_facts._config_facts(recipe))
+        )
+        with pytest.raises(UserError, match=f"config of adapter.init_from: {key}"):
+            resume_contract.compare(then, now, Path("step-3"))

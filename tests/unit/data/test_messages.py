@@ -252,3 +252,30 @@ def test_what_anthropics_parts_hold_and_no_text_can_is_an_error() -> None:
     }
     asks = {"role": "assistant", "content": [{"type": "tool_use", "name": "look", "input": {}}]}
     assert bad_chat(USER, asks, late, ANSWER).kind == "role_order"
+
+
+@pytest.mark.parametrize(
+    ("turn", "content"),
+    [
+        ({"role": "system", "content": "", "value": "You are a pirate."}, "You are a pirate."),
+        ({"role": "system", "content": None, "from": "system", "value": "Arr."}, "Arr."),
+        ({"role": "system", "from": "", "content": "Arr.", "value": ""}, "Arr."),
+        ({"role": "system", "content": "Arr.", "value": "Arr."}, "Arr."),
+        ({"role": "system", "content": [{"type": "text", "text": "", "value": "Arr."}]}, "Arr."),
+    ],
+)
+def test_value_under_one_of_two_names_is_read(turn: dict[str, Any], content: str) -> None:
+    assert chat(turn, *CHAT).messages[0]["content"] == content
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {**ANSWER, "value": "another answer"},
+        {**ANSWER, "from": "user"},
+        {**ANSWER, "tool_calls": [CALL], "function_call": {"name": "look", "arguments": "{}"}},
+        {**ANSWER, "content": [{"type": "text", "text": "a", "value": "b"}]},
+    ],
+)
+def test_message_with_two_values_of_one_part_is_refused(turn: dict[str, Any]) -> None:
+    assert any(word in bad_chat(USER, turn).problem.what for word in ("and another", "two roles"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 
 from finetune.cli import main
 from finetune.core.errors import UserError
@@ -362,3 +363,19 @@ def test_the_longest_prompt_is_the_one_that_is_asked(options, tmp_path, tokenize
     )
     whole = tokenizer.apply_chat_template([asked], add_generation_prompt=True)["input_ids"]
     assert prepare(data, tokenizer, 0, None).report["validation"].longest_prompt == len(whole) > 40
+
+
+def test_shortened_prompt_keeps_what_the_tokenizer_writes_before_a_text(tmp_path) -> None:
+    tokenizer = load_tokenizer(Model(name=str(MODEL)))
+    opening = [5, 6]
+    tokens = {name: tokenizer.convert_ids_to_tokens(name) for name in opening}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=[*tokens.values(), "$A"],
+        pair="$A $B",
+        special_tokens=[(text, number) for number, text in tokens.items()],
+    )
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "word " * 200, "completion": "yes"}) + "\n")
+    options = {"name": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path / "cache"), "max_length": 64}
+    prepared = prepare(Data.model_validate({**options, "too_long": "truncate_prompt"}), tokenizer, 0, None)
+    (row,) = prepared.train
+    assert len(row["input_ids"]) == 64 and row["input_ids"][:2] == opening

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import random
@@ -15,7 +16,7 @@ import pytest
 
 from finetune.core.errors import UserError
 from finetune.data import page_sizes, read_limits, readers, source_loading
-from finetune.data.examples import Row
+from finetune.data.examples import BadRow, Row
 from finetune.data.read_limits import Limits
 from finetune.recipe.schema import Data, Source
 
@@ -204,3 +205,41 @@ def test_default_limits_let_a_compressed_file_expand_a_hundred_times(tmp_path) -
     with path.open("wb") as file:
         file.truncate(2**30)
     assert Limits().expanded(path) == 100 * 2**30
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_array_that_is_not_utf8_is_refused_with_its_place(size: int, tmp_path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"text": "' + b"a" * size + b'"},\n{"text": "caf\xe9"}]')
+    with pytest.raises(UserError, match=r"not UTF-8") as raised:
+        list(readers.read_file(path, Limits(example=1000 if size < 1000 else 50_000)))
+    assert raised.value.problems[0].where.startswith(f"{path}:2")
+
+
+def test_members_of_an_archive_that_stand_twice_are_no_example(tmp_path) -> None:
+    path, made = tmp_path / "a.tar", {"prompt": "Capital of France?", "completion": "Paris"}
+    other = {"prompt": "Capital of Italy?"}
+    with tarfile.open(path, "w") as archive:
+        for name, content in (
+            ("a.json", made),
+            ("a.json", other),
+            ("b.json", made),
+            ("c.json", made),
+            ("b.json", made),
+        ):
+            data = json.dumps(content).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    rows = list(readers.read_file(path))
+    assert [type(row) for row in rows] == [BadRow, Row, Row, BadRow]
+
+
+def test_deeply_nested_row_is_refused_in_each_format(tmp_path) -> None:
+    deep = "[" * 150 + "]" * 150
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "a", "b": {deep}}}\n')
+    (tmp_path / "a.json").write_text(f'[{{"text": "a", "b": {deep}}}]')
+    (tmp_path / "b.json").write_text(f'[{{"text": "a", "b": {deep}}},\n{{"text": "{"a" * 2000}"}}]')
+    for name, limits in (("a.jsonl", Limits()), ("a.json", Limits()), ("b.json", Limits(example=2100))):
+        first, *_ = readers.read_file(tmp_path / name, limits)
+        assert isinstance(first, BadRow) and "nested" in first.problem.what

@@ -12,7 +12,7 @@ import yaml
 from finetune.cli import main
 from finetune.core import strict_yaml
 from finetune.core.errors import Exit, UserError
-from finetune.experiments.runner import varied_keys
+from finetune.experiments.runner import kept_runs, varied_keys
 from finetune.experiments.sweep import search_space, search_space_checks, wandb_sweep
 from finetune.recipe import loader
 from support.paths import QUICKSTART, ROOT
@@ -382,3 +382,30 @@ def test_a_sweep_of_epochs_is_evaluated_too(stated, steps, small, tmp_path, caps
     assert "train.optim: not here: paged_adamw_8bit: a paged" in capsys.readouterr().out
     words += ["data.validation=null", "--export-wandb", str(target)]
     assert main.main(words) == Exit.INPUT and "validation set" in capsys.readouterr().err
+
+
+def test_files_that_a_recipe_names_are_part_of_an_experiments_identity(tmp_path, saved_lora) -> None:
+    (template := tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (texts := tmp_path / "general.jsonl").write_text('{"text": "a"}\n')
+    options = [
+        f"data.chat_template={template}",
+        f"adapter.init_from={saved_lora}",
+        f"eval.forgetting={texts}",
+    ]
+    recipe = loader.load(QUICKSTART, options)
+
+    def identities() -> tuple[str, dict[str, str]]:
+        return kept_runs.identity(recipe, []), kept_runs.named_files(recipe)
+
+    before = identities()
+    assert identities() == before and len(before[1]) == 4
+    for path in (
+        template,
+        texts,
+        saved_lora / "adapter_config.json",
+        saved_lora / "adapter_model.safetensors",
+    ):
+        content = path.read_bytes()
+        path.write_bytes(content + b" ")
+        assert identities()[0] != before[0] and identities()[1] != before[1]
+        path.write_bytes(content)

@@ -184,3 +184,10 @@ def test_what_upstream_refuses_stands_at_the_first_key_that_it_names_whole(said:
     given = {"optim": "x", "optim_args": "y", "save_steps": 1}
     assert train_rules.refused("SFTConfig", ValueError(said), given).key == key
     assert train_rules.refused("SFTConfig", ValueError(said), {}).key == "train"
+
+
+def test_order_of_examples_that_depends_on_workers_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"train\.dataloader_in_order: finetune needs the examples in a fixed order"
+    ):
+        loader.load(QUICKSTART, ["train.dataloader_in_order=false", "train.dataloader_num_workers=2"])

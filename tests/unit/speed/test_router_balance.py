@@ -176,3 +176,12 @@ def test_run_says_which_experts_received_no_token(tmp_path: Path, capsys) -> Non
     checks = {one["option"]: one for one in json.loads((tmp_path / "run" / "checks.json").read_text())}
     assert "without a token: layer 0: " in checks["experts that received tokens"]["actual"]
     assert "received no token in training" in " ".join(capsys.readouterr().out.split())
+
+
+def test_default_loss_trains_routers_whose_output_has_missing_parts() -> None:
+    """The router of JetMoE's attention returns `None` among its outputs."""
+    model = model_of("jetmoe").train()
+    kept = router_balance.RouterBalance(model)
+    model(input_ids=IDS)
+    loss, _ = kept.read(None)
+    assert loss is not None and torch.isfinite(loss)
