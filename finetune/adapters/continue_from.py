@@ -70,7 +70,12 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
 
 def config_values(adapter: Adapter) -> dict[str, Any]:
     """Return the values in the config of `adapter.init_from` that decide how it trains."""
-    saved = (_source_file(adapter.source, FILES[0]) if adapter.source else None) or {}
+    if not adapter.source:
+        return {}
+    folder = source_folder(adapter.source)
+    if folder is None:
+        folder, _ = client.download("@".join(_pinned(adapter.source)), [FILES[0]], "adapter.init_from")
+    saved = untrusted_files.read_object(folder / FILES[0], "adapter.init_from")
     return {
         key: sorted(map(str, value)) if isinstance(value, list) else value
         for key, value in saved.items()
@@ -339,15 +344,21 @@ def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
         )
 
 
+def _pinned(source: str) -> tuple[str, str]:
+    """Return the repository and the commit of an adapter on the Hub."""
+    repo, revision = client.split(source)
+    return repo, client.commit(repo, revision or "main")
+
+
 def _source_file(source: str, name: str) -> Any:
     """Return the content of a JSON file of a saved adapter; `None` if it is missing or damaged."""
     with contextlib.suppress(UserError, OSError, ValueError):
         if folder := source_folder(source):
             path = folder / name
         else:
-            repo, revision = client.split(source)
+            repo, commit = _pinned(source)
             with client.explained(repo):
-                path = Path(untrusted_files.from_hub(repo, revision or "main", name) or "")
+                path = Path(untrusted_files.from_hub(repo, commit, name) or "")
         if path.is_file():
             return regular_files.read_json(path, "adapter.init_from")
     return None
@@ -413,7 +424,8 @@ def load(
     source = str(adapter.source)
     folder = source_folder(source)
     if folder is None:
-        folder, pinned = client.download(source, list(FILES), "adapter.init_from")
+        pinned = "@".join(_pinned(source))
+        folder, pinned = client.download(pinned, list(FILES), "adapter.init_from")
         source = f"{client.split(source)[0]}@{pinned}"
     check_weights(folder, source)
     misfit = f"the adapter of {source} does not fit this model"

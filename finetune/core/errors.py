@@ -99,8 +99,8 @@ class Problem:
             ("why:", self.why),
             ("help:", self.fix),
         ]
-        lines += [f"  {label:<10} {_cut(text)}" for label, text in texts if text]
         known = secrets()
+        lines += [f"  {label:<10} {_cut(masked(text, known))}" for label, text in texts if text]
         return "\n".join(visible(masked(line, known)) for line in lines)
 
     def _source(self) -> list[str]:

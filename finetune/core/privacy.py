@@ -121,7 +121,17 @@ def masked(text: str, known: list[str] | None = None) -> str:
     """
     for value in secrets() if known is None else known:
         text = text.replace(value, "****")
+        if is_random(value):  # messages cut long values
+            text = _without_parts(text, value)
+            text = _without_parts(text[::-1], value[::-1])[::-1]
     return _GIVEN.sub(_masked_value, SECRET.sub(lambda found: f"{_before(found)}****", text))
+
+
+def _without_parts(text: str, secret: str) -> str:
+    """Mask each beginning of a random secret: its first characters, and those that follow in the text."""
+    before, *others = text.split(secret[:SHORTEST])
+    rest = secret[SHORTEST:]
+    return before + "".join(f"****{other[len(os.path.commonprefix([other, rest])) :]}" for other in others)  # noqa: RUF071 (of texts, not of paths)
 
 
 def find_secrets(text: str, known: list[str]) -> list[Secret]:
@@ -147,6 +157,7 @@ def masked_setting(value: str) -> str:
     return "****" if masked(value) != value or is_random(value) else value
 
 
+@lru_cache(maxsize=256)
 def is_random(text: str) -> bool:
     """Return whether a text holds a run of letters and digits that looks random.
 

@@ -457,13 +457,13 @@ class Encoder:
                 )
 
 
-def _wrong_marks(role: str, said: str, where: str) -> BadRow:
-    """Return the error for content on the wrong side of the template's marks (`content_check.misplaced`)."""
-    if role == "assistant":
+def _wrong_marks(kind: str, said: str, where: str) -> BadRow:
+    """Return the error for a part on the wrong side of the template's marks (`content_check.misplaced`)."""
+    if kind in ("assistant", "call"):
         what = "the chat template does not mark a whole answer"
         why = "the model would be trained on a part of the answers"
     else:
-        what = f"the chat template marks {content_check.NAMES.get(role, 'other content')} as an answer"
+        what = f"the chat template marks {content_check.NAMES.get(kind, 'other content')} as an answer"
         why = "the model would be trained to write the turns of others"
     fix = "data.chat_template: chatml, or put whole answers alone between {% generation %} marks"
     return BadRow("malformed", what, where, short(said), fix=fix, why=why, code="chat-template")

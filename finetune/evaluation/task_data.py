@@ -311,7 +311,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from _csv(path)
     elif path.suffix == ".txt":
         (row,) = read_file(path)
-        lines = _value(row)["text"].removesuffix("\n").split("\n")  # splitlines also splits at form feeds
+        text = _value(row)["text"]
+        lines = text.removesuffix("\n").split("\n") if text else []  # splitlines also splits at form feeds
         yield from ({"text": line} for line in lines)
     else:
         yield from map(_value, read_file(path))

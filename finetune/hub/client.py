@@ -336,9 +336,10 @@ def _asked_dataset(name: str, revision: str) -> str:
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(name, revision=revision).sha or revision
+        found: object = HfApi().dataset_info(name, revision=revision).sha
     except Exception:  # no network, offline mode, gated dataset, or an odd answer
         return revision
+    return found if isinstance(found, str) and COMMIT.fullmatch(found) else revision
 
 
 def _asked(name: str, revision: str) -> str:

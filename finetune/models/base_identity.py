@@ -33,11 +33,12 @@ def describe(model: Model) -> dict[str, Any]:
 
 
 def digest(model: Model) -> str:
-    """Return a hash of `describe` and of the files of the tokenizer; empty for a model on the Hub."""
-    base = describe(model)
+    """Return a hash of `describe` and of the tokenizer's files. For a model on the Hub, return its commit."""
+    if not local_path(model.name):
+        return client.commit(model.name, model.revision or "main")
     files = [path for path in model_files.tokenizer_files(model) if path.name != "config.json"]
-    tokenizer = {str(path.relative_to(model.name)): client.sha256(path) for path in files if base}
-    return hashlib.sha256(json.dumps([base, tokenizer]).encode()).hexdigest() if base else ""
+    tokenizer = {str(path.relative_to(model.name)): client.sha256(path) for path in files}
+    return hashlib.sha256(json.dumps([describe(model), tokenizer]).encode()).hexdigest()
 
 
 def config_values(model: Model) -> dict[str, Any]:

@@ -422,7 +422,9 @@ def _fetch(name: str) -> RunFolder:
     if not RunFolder(snapshot).recipe.exists():
         return RunFolder(snapshot)
     target = Path("runs") / f"{client.split(name)[0].rpartition('/')[2]}-{commit[:8]}"
-    if not target.exists():
+    if os.path.lexists(target):
+        _check_fetched(target, snapshot, name)
+    else:
         target.parent.mkdir(exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
         for file in (RunFolder(snapshot).file(name) for name in PUBLISHED):
@@ -435,6 +437,23 @@ def _fetch(name: str) -> RunFolder:
         except OSError:  # another process made the folder first
             shutil.rmtree(made)
     return RunFolder(target)
+
+
+def _check_fetched(folder: Path, snapshot: Path, name: str) -> None:
+    """Check that a folder is what `_fetch` made of this snapshot (exit 2).
+
+    It may come with the files of another person.
+    """
+    weights = RunFolder(folder).weights
+    if weights.resolve() != snapshot.resolve() or not _is_own_link(weights):
+        raise UserError(
+            Problem(
+                f"the folder for {name} exists, and holds another run",
+                where=str(folder),
+                fix="rename or delete the folder, or name it in place of the run on the Hub",
+                code="run-folder",
+            )
+        )
 
 
 def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:

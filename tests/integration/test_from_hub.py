@@ -4,12 +4,16 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard
 
+from finetune.adapters import continue_from
 from finetune.cli import main
 from finetune.core.errors import UserError
+from finetune.experiments.runner import kept_runs
+from finetune.experiments.sweep import search_space
 from finetune.export.published_text import without_paths
 from finetune.hub import client
 from finetune.recipe import loader
@@ -194,6 +198,55 @@ def test_processes_that_one_starts_read_the_same_commit(hub: Hub, monkeypatch) -
     assert client.commit("me/base", "main") != first, "it has moved"
     with pytest.raises(UserError, match="no such model or revision"):
         client.commit("me/none", "main")
+
+
+def test_adapter_of_a_branch_that_moves_is_read_at_one_commit(hub: Hub, saved_lora) -> None:
+    repo = hub.repos["me/adapter"] = Moving(private=False)
+    config = json.loads((saved_lora / "adapter_config.json").read_text())
+    for alpha in (7, 32):
+        content = json.dumps({**config, "lora_alpha": alpha}).encode()
+        repo.commit("main", {"adapter_config.json": content}, str(alpha))
+    adapter = loader.load(QUICKSTART, ["adapter.init_from=me/adapter"]).adapter
+    found = [continue_from.config_values(adapter)["lora_alpha"] for _ in range(3)]
+    found += [continue_from._source_file("me/adapter", "adapter_config.json")["lora_alpha"] for _ in range(2)]
+    assert len({*found}) == 1
+
+
+@pytest.mark.parametrize("sha", [5, [], {"a": 1}, True, "main", None])
+def test_odd_commit_of_a_dataset_is_no_commit(sha: object, hub: Hub, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha=sha))
+    assert client.dataset_commit("me/rows", "v1") == "v1"
+
+
+def test_folder_in_place_of_a_published_run_is_not_opened(
+    hub: Hub, trained, tmp_path, monkeypatch, capsys
+) -> None:
+    run = trained()
+    pinned = f"me/notes@{(commit := publish(run))}"
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["merge", pinned, *HERE, "--output", "one"]) == 0, "it is fetched"
+    assert main.main(["merge", pinned, *HERE, "--output", "two"]) == 0, "it is found"
+    fetched = Path("runs") / f"notes-{commit[:8]}"
+    (fetched / "adapter").unlink()
+    shutil.copytree(run.path / "adapter", fetched / "adapter")
+    assert main.main(["merge", pinned, *HERE, "--output", "three"]) == 2
+    assert "exists, and holds another run" in capsys.readouterr().err and not Path("three").exists()
+
+
+def test_commits_of_base_and_adapter_are_part_of_an_experiments_identity(hub: Hub, monkeypatch) -> None:
+    for name in ("me/base", "me/adapter"):
+        repo = hub.repos[name] = Moving(private=False)
+        for number in range(2):
+            repo.commit("main", {"config.json": b"{}", "adapter_config.json": b"{}"}, str(number))
+    model, adapter = "model.name=me/base", "adapter.init_from=me/adapter"
+    for option, key in ((model, search_space.BASE), (adapter, "file of adapter.init_from")):
+        recipe, found = loader.load(QUICKSTART, [option]), set[str]()
+        for _ in range(2):
+            found.add(kept_runs.identity(recipe, []))
+            space = search_space.Space(Path("space.yaml"), search_space.Search(), {})
+            found.add(search_space.identity(recipe, space, "")[key])
+            monkeypatch.setenv(client.COMMITS, "{}")  # of a new process
+        assert len(found) == 4, "the branch has moved"
 
 
 def test_branch_of_a_dataset_is_asked_for_once(hub: Hub, monkeypatch) -> None:

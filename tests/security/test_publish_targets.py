@@ -155,7 +155,7 @@ def test_publish_that_is_killed_leaves_an_empty_private_repository(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("step", ["write_merged", "publish"])
+@pytest.mark.parametrize("step", ["merged_files.write_merged", "publish"])
 def test_merge_that_is_killed_leaves_no_weights(step: str, trained, monkeypatch) -> None:
     folder = trained()
     with monkeypatch.context() as patched:

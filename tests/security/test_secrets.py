@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from finetune.autoconfig.launch_settings import Launch
 from finetune.cli import main
-from finetune.core import packages, privacy, standard_streams, untrusted_files
+from finetune.core import errors, packages, privacy, standard_streams, untrusted_files
 from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
+from finetune.data.examples import short
 from finetune.distributed import launch_environment, recorded_variables
 from finetune.hardware.detection import Hardware
 from finetune.recipe.loader import load
@@ -478,3 +479,16 @@ def test_folder_with_the_name_of_a_secret_is_masked_in_reports(
     texts = [path.read_text() for path in run.rglob("*") if path.suffix in (".json", ".html", ".txt")]
     assert texts and not any("canary-of-a-folder" in text for text in texts)
     assert "canary-of-a-folder" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("count", [8, 20, 39])
+def test_part_of_a_secret_that_a_message_cuts_is_masked(count: int, monkeypatch) -> None:
+    secret = "Zx81kQpW7rTn" * 3 + "Lm3v"
+    monkeypatch.setenv("MYSERVICE_API_KEY", secret)
+    for text in (f"role: us{secret[:count]}", f"'{secret[:count]}...'", f"{secret[-count:]} is no role"):
+        assert secret[:8] not in privacy.masked(text) and secret[-8:] not in privacy.masked(text)
+    said = str(errors.Problem("a role is unknown", found="x" * (errors.LONGEST_TEXT - count) + secret))
+    assert secret[:8] not in said
+    assert secret[:8] not in str(
+        errors.Problem("a role is unknown", found=short("x" * (60 - count) + secret))
+    )

@@ -427,6 +427,12 @@ def test_lines_of_a_text_are_those_of_lm_eval(tmp_path) -> None:
     assert [row["text"] for row in task_data.examples([path])] == ["a\x0cb\x85c\u2028d", "", "e"]
 
 
+def test_empty_text_has_no_line(tmp_path) -> None:
+    (path := tmp_path / "a.txt").touch()
+    with pytest.raises(UserError, match="no examples"):
+        task_data.examples([path])
+
+
 @pytest.mark.parametrize("case", ["sparse", "columns", "names"])
 def test_data_of_a_task_that_fills_the_memory_is_refused(case: str, tmp_path) -> None:
     path = tmp_path / ("a.jsonl" if case == "names" else "a.csv")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -322,6 +323,35 @@ def test_template_whose_marks_hold_other_parts_than_whole_answers_is_refused(cas
     if isinstance(made, BadRow):
         what = made.problem.what
         assert "marks results of tools" in what or "marks system messages" in what or "whole answer" in what
+
+
+CALLS = {
+    "": "{{ system }}{{ user }}@{{ m.content }}{{ call }}<|im_end|>#",
+    "calls before the marks": "{{ system }}{{ user }}{{ call }}@{{ m.content }}<|im_end|>#",
+    "tools in the marks": "{{ user }}@{{ system }}{{ m.content }}{{ call }}<|im_end|>#",
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_template_whose_marks_leave_out_calls_or_hold_tools_is_refused(case: str) -> None:
+    function = {"name": "weather", "description": "Return the weather of a town.", "parameters": {}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Turin", "hot": True}}}
+    turns = [
+        {"role": "user", "content": "Is it hot?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+    ]
+    marked = CALLS[case].replace("@", "{% generation %}").replace("#", "{% endgeneration %}")
+    template = (
+        "{% set m = messages[1] %}{% set user %}{{ messages[0].content }}{% endset %}"
+        "{% set system %}{{ tools | tojson }}{% endset %}"
+        "{% set call %}{{ m.tool_calls[0].function | tojson }}{% endset %}"
+        "{% if m %}" + marked + "{% endif %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    tools = [{"type": "function", "function": function}]
+    (made,) = encoder_of(tokenizer_with(template))([dataclasses.replace(example(turns), tools=tools)])
+    assert isinstance(made, BadRow) == bool(case)
+    if isinstance(made, BadRow):
+        assert made.problem.found in ("weather", "Return the weather of a town.")
 
 
 def test_the_search_for_marked_turns_of_the_user_takes_linear_time() -> None:

@@ -66,7 +66,10 @@ def identity(recipe: Recipe, data: list[str], *launch: object) -> str:
 
 
 def named_files(recipe: Recipe) -> dict[str, str]:
-    """Return a hash of each file that a recipe names by its path, except the data and the base model."""
+    """Return a hash of each file that a recipe names by its path, except the data and the base model.
+
+    For an adapter on the Hub, it is the commit.
+    """
     from finetune.adapters import continue_from
     from finetune.evaluation import results
 
@@ -77,7 +80,11 @@ def named_files(recipe: Recipe) -> dict[str, str]:
     )
     if template and Path(template).is_file():
         found["data.chat_template"] = client.sha256(Path(template))
-    if source and (folder := continue_from.source_folder(source)):
+    folder = continue_from.source_folder(source) if source else None
+    if source and not folder:
+        repo, revision = client.split(source)
+        found["adapter.init_from"] = client.commit(repo, revision or "main")
+    if folder:
         files = (folder / name for name in continue_from.FILES)
         found |= {f"adapter.init_from {file.name}": client.sha256(file) for file in files if file.is_file()}
     return found

@@ -426,8 +426,7 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
         content: a digest of the training data.
     """
     found = varied_keys.values_of(recipe) | ({ROWS: content} if content else {})
-    if base := base_identity.digest(recipe.model):
-        found[BASE] = base
+    found[BASE] = base_identity.digest(recipe.model)
     found |= {f"file of {name}": digest for name, digest in kept_runs.named_files(recipe).items()}
     for key, one in space.parameters.items():
         found[f"space.{key}"] = varied_keys.text_of(one.model_dump(exclude_defaults=True))
