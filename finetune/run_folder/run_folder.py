@@ -363,36 +363,34 @@ def refuse_links(folder: Path) -> None:
     which has links to W&B's logs. It neither reads nor publishes this folder.
     """
     root, problems = untrusted_files.real_path(folder), list[Problem]()
-    for top in sorted(root.iterdir()):
-        for entry in (
-            top,
-            *(walk(top) if top.is_dir() and top.name != WANDB and not top.is_symlink() else ()),
-        ):
-            mode = entry.lstat().st_mode
-            target = untrusted_files.real_path(entry) if stat.S_ISLNK(mode) else entry
-            if stat.S_ISLNK(mode) and target.is_symlink():
-                problems.append(
-                    Problem("the link leads to itself", where=str(entry), fix="delete it", code="unsafe-file")
+    for entry in walk(root) if root.is_dir() else ():
+        if root / WANDB in entry.parents:
+            continue
+        mode = entry.lstat().st_mode
+        target = untrusted_files.real_path(entry) if stat.S_ISLNK(mode) else entry
+        if stat.S_ISLNK(mode) and target.is_symlink():
+            problems.append(
+                Problem("the link leads to itself", where=str(entry), fix="delete it", code="unsafe-file")
+            )
+        elif stat.S_ISLNK(mode) and not target.is_relative_to(root) and not _is_own_link(entry):
+            problems.append(
+                Problem(
+                    "the link leads out of its folder",
+                    where=str(entry),
+                    found=os.readlink(entry),
+                    fix="replace the link with a copy of the file",
+                    code="unsafe-file",
                 )
-            elif stat.S_ISLNK(mode) and not target.is_relative_to(root) and not _is_own_link(entry):
-                problems.append(
-                    Problem(
-                        "the link leads out of its folder",
-                        where=str(entry),
-                        found=os.readlink(entry),
-                        fix="replace the link with a copy of the file",
-                        code="unsafe-file",
-                    )
+            )
+        elif not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+            problems.append(
+                Problem(
+                    "the entry is neither a file nor a folder",
+                    where=str(entry),
+                    fix="delete it",
+                    code="unsafe-file",
                 )
-            elif not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-                problems.append(
-                    Problem(
-                        "the entry is neither a file nor a folder",
-                        where=str(entry),
-                        fix="delete it",
-                        code="unsafe-file",
-                    )
-                )
+            )
     if problems:
         raise UserError(*problems[:10])
 
