@@ -158,8 +158,11 @@ def walk(root: Path) -> Iterator[Path]:
     while waiting:
         folder, depth = waiting.pop()
         check_depth(folder, depth)
-        with os.scandir(folder) as listed:
-            entries = sorted(listed, key=lambda entry: entry.name)
+        try:
+            with os.scandir(folder) as listed:
+                entries = sorted(listed, key=lambda entry: entry.name)
+        except FileNotFoundError:  # another process has deleted it
+            continue
         for entry in entries:
             yield folder / entry.name
         folders = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
