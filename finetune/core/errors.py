@@ -38,6 +38,7 @@ LONGEST_LINE = 120  # characters of the recipe's line in an error
 
 LONGEST_NAME = 200  # characters of a name in `nearest`
 MOST_COMPARED = 1000  # names in `nearest`
+SIMILAR = 0.6  # difflib's ratio of a name in `nearest`
 LONGEST_TEXT = 2000  # characters of a text of an error
 
 # errno values of an OSError: the path that a user named cannot be opened
@@ -409,6 +410,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     turned = [wanted[:i] + wanted[i : i + 2][::-1] + wanted[i + 2 :] for i in range(len(wanted) - 1)]
     exact = [other for other in (wanted, *turned) if other in by_lower]
     exact += [other for other in by_lower if len(wanted) > 2 and other.startswith(wanted)]
-    similar = [other for other in by_lower if abs(len(other) - len(wanted)) <= len(wanted)][:MOST_COMPARED]
-    exact += get_close_matches(wanted, similar, n=1, cutoff=0.6)
+    # The ratio of difflib is at most 2 * shorter / (shorter + longer)
+    pairs = ((other, sorted((len(other), len(wanted)))) for other in by_lower)
+    similar = [other for other, (short, long) in pairs if 2 * short >= SIMILAR * (short + long)]
+    exact += get_close_matches(wanted, similar[:MOST_COMPARED], n=1, cutoff=SIMILAR)
     return by_lower[exact[0]] if exact else ""

@@ -88,6 +88,7 @@ _MAY_NAME = re.compile(r"(?i)_(KEY|PAT)$")  # OPENAI_KEY holds a secret, and CAC
 _LOGIN = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")  # the password of an address, such as DATABASE_URL
 _A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
+SHORTEST_PART = 12  # characters of a part of a known secret; the first ones may be `github_pat_`
 SHORTEST_CODED = 12  # bytes of a known secret that is also searched in base64
 # Thresholds for random runs of 20 and more letters and digits. tests/security/test_secrets.py measures how
 # many of 1,000 keys they find, and that run folders have no false hits.
@@ -121,7 +122,7 @@ def masked(text: str, known: list[str] | None = None) -> str:
     """
     for value in secrets() if known is None else known:
         text = text.replace(value, "****")
-        if is_random(value):  # messages cut long values
+        if is_random(value) and "/" not in value:  # messages cut long values
             text = _without_parts(text, value)
             text = _without_parts(text[::-1], value[::-1])[::-1]
     return _GIVEN.sub(_masked_value, SECRET.sub(lambda found: f"{_before(found)}****", text))
@@ -129,8 +130,8 @@ def masked(text: str, known: list[str] | None = None) -> str:
 
 def _without_parts(text: str, secret: str) -> str:
     """Mask each beginning of a random secret: its first characters, and those that follow in the text."""
-    before, *others = text.split(secret[:SHORTEST])
-    rest = secret[SHORTEST:]
+    before, *others = text.split(secret[:SHORTEST_PART])
+    rest = secret[SHORTEST_PART:]
     return before + "".join(f"****{other[len(os.path.commonprefix([other, rest])) :]}" for other in others)  # noqa: RUF071 (of texts, not of paths)
 
 

@@ -481,12 +481,14 @@ def test_folder_with_the_name_of_a_secret_is_masked_in_reports(
     assert "canary-of-a-folder" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("count", [8, 20, 39])
+@pytest.mark.parametrize("count", [12, 20, 39])
 def test_part_of_a_secret_that_a_message_cuts_is_masked(count: int, monkeypatch) -> None:
     secret = "Zx81kQpW7rTn" * 3 + "Lm3v"
     monkeypatch.setenv("MYSERVICE_API_KEY", secret)
+    monkeypatch.setenv("MY_TOKEN", f"github_pat_{secret}")
     for text in (f"role: us{secret[:count]}", f"'{secret[:count]}...'", f"{secret[-count:]} is no role"):
         assert secret[:8] not in privacy.masked(text) and secret[-8:] not in privacy.masked(text)
+    assert privacy.masked("github_pages") == "github_pages"
     said = str(errors.Problem("a role is unknown", found="x" * (errors.LONGEST_TEXT - count) + secret))
     assert secret[:8] not in said
     assert secret[:8] not in str(
