@@ -110,7 +110,7 @@ def prepare(
         gc.disable()
         try:
             reports = _build(building, data, encoders(tokenizer, data, declared), seed, vocabulary)
-            source_loading.check_unchanged(before)
+            source_loading.check_unchanged(before, source_loading.file_states(data))
             prepared_cache.seal(building, folder.name, reports)
             prepared_cache.publish(building, folder)
         finally:

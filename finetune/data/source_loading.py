@@ -304,33 +304,37 @@ def file_states(data: Data, held_out: bool = False) -> dict[str, tuple[int, int]
         held_out: include only the files that validation examples are read from.
     """
     paths = [path for source, key in _read_from(data, held_out) for path in files_of(source, key) or ()]
-    return {str(path): (found.st_size, found.st_mtime_ns) for path in paths for found in (path.stat(),)}
+    return {str(path): state_of(path) for path in paths}
 
 
-def check_unchanged(before: dict[str, tuple[int, int]]) -> None:
-    """Check that no other program has written to the data since `file_states`.
+def state_of(path: str | Path) -> tuple[int, int]:
+    """Return the size of a file in bytes and its modification time in nanoseconds, or -1 and -1."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return -1, -1
+    return found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """Check that no other program has written to the data between two calls of `file_states`.
 
     Otherwise the hash of a file may not belong to the examples that were read from it.
 
     Raises:
-        UserError: a file has another size or modification time, or it is gone (exit 2).
+        UserError: a file has another size or modification time, is new, or is gone (exit 2).
     """
-    problems = []
-    for path, state in before.items():
-        with contextlib.suppress(OSError):
-            found = os.stat(path)
-            if state == (found.st_size, found.st_mtime_ns):
-                continue
-        problems.append(
-            Problem(
-                "the data changed while finetune read it",
-                "data.name",
-                where=path,
-                fix="run the command again when no other program writes to the file",
-                code="data-changed",
-            )
+    raise_if_any(
+        Problem(
+            "the data changed while finetune read it",
+            "data.name",
+            where=path,
+            fix="run the command again when no other program writes to the data",
+            code="data-changed",
         )
-    raise_if_any(problems)
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    )
 
 
 def check_disjoint(data: Data) -> None:

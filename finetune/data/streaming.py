@@ -89,7 +89,7 @@ def stream(
     report.sources |= {
         name: f"streamed, {path.stat().st_size:,} bytes, {_ends(path)}" for name, path in paths.items()
     }
-    source_loading.check_unchanged(states)
+    source_loading.check_unchanged(states, source_loading.file_states(data))
     report.passed_by = source_loading.passed_by(data)
     report.folders = source_loading.notes_on_folders(data)
     report.seen = AUDITED if report.rows == AUDITED else 0
@@ -284,15 +284,16 @@ def _ends(path: Path) -> str:
 def _generate(shards: list[Shard], states: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """Yield the rows of shards as columns. Files must keep their size and modification time."""
     for shard in shards:
-        source_loading.check_unchanged({shard[0]: states[shard[0]]})
+        path, state = shard[0], states[shard[0]]
+        source_loading.check_unchanged({path: state}, {path: source_loading.state_of(path)})
         for row in _read(shard):
             if isinstance(row, BadRow):
                 said = row.problem
                 value, bad, where = {}, [said.what, said.found, said.fix], said.where
             else:
                 value, bad, where = row.value, [], row.where
-            yield {"value": value, "bad": bad, "where": where, "source": shard[0]}
-        source_loading.check_unchanged({shard[0]: states[shard[0]]})
+            yield {"value": value, "bad": bad, "where": where, "source": path}
+        source_loading.check_unchanged({path: state}, {path: source_loading.state_of(path)})
 
 
 def _row(value: dict[str, Any], bad: list[str], where: str) -> Row | BadRow:

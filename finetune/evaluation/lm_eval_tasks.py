@@ -10,6 +10,8 @@ that are installed with lm-eval. But a file that a recipe names can come from an
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from finetune.core.paths import can_be_path, similar_files
 from finetune.data import template_sandbox
 from finetune.data.example_errors import FIRST
 from finetune.evaluation import limited_patterns, task_data, task_keys
+from finetune.hub import client
 from finetune.recipe import recipe_errors
 
 # Keys that `sandboxed` renders instead of lm-eval
@@ -85,6 +88,17 @@ def check(path: Path) -> tuple[str, tuple[str, ...]]:
     named = named or METRICS[made.get("output_type") or "generate_until"]
     filters = [one["name"] for one in made.get("filter_list") or ({"name": "none"},)]
     return made["task"], tuple(m if name == "none" else f"{m},{name}" for name in filters for m in named)
+
+
+def digest(path: Path) -> str:
+    """Return a hash of a task with the files that it includes, and of its local data."""
+    task = _read(path)[0]
+    files = (task_data.local_files(task, path) or {}).values()
+    found = [
+        json.dumps(task, sort_keys=True, default=str),
+        *(client.sha256(one) for part in files for one in part),
+    ]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
 def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[dict[str, Any]], Any]:

@@ -14,7 +14,13 @@ from accelerate import PartialState
 from finetune.checkpointing.resume_contract import METRIC_FILES
 from finetune.data.examples import Example
 from finetune.data.preparation import HeldOut
-from finetune.evaluation import lm_eval_harness, paired_differences, tasks, validation_set
+from finetune.evaluation import (
+    lm_eval_harness,
+    lm_eval_tasks,
+    paired_differences,
+    tasks,
+    validation_set,
+)
 from finetune.evaluation.scoring import Score
 from finetune.hub import client
 from finetune.models import base_identity
@@ -219,7 +225,7 @@ def files_hashed(settings: Eval) -> dict[str, str]:
     found = {}
     for name in filter(tasks.is_file, settings.tasks):
         task, digest = tasks.read(name), client.sha256(tasks.file(name))
-        rows = client.sha256(tasks.rows_file(task, name)) if task else ""
+        rows = client.sha256(tasks.rows_file(task, name)) if task else lm_eval_tasks.digest(tasks.file(name))
         found[task.task if task else name] = f"{digest[:32]}{rows[:32]}"
     if isinstance(settings.forgetting, str):
         found[tasks.GENERAL] = client.sha256(Path(settings.forgetting))

@@ -59,7 +59,7 @@ def held_out(
     before = source_loading.file_states(recipe.data, held_out=True)
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
     examples = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, vocabulary)
-    source_loading.check_unchanged(before)
+    source_loading.check_unchanged(before, source_loading.file_states(recipe.data, held_out=True))
     if PartialState().is_main_process and not other:
         lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in examples]
         folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))

@@ -59,6 +59,7 @@ def check_adapter(folder: Path, model: Model) -> None:
     Raises:
         UserError: it has changed (exit 2).
     """
+    folder = folder.resolve()
     run = RunFolder(folder.parent)
     raise_if_any(
         Problem(

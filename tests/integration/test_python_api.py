@@ -190,7 +190,9 @@ def test_changed_base_model_warns_in_load_model_and_ends_init_from(trained, two_
     path.write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     with pytest.warns(UserWarning, match=r"the base model has changed since the run: rms_norm_eps"):
         finetune.Run(run.path).load_model()
-    options = [f"model.name={base}", f"adapter.init_from={run.path}"]
-    with pytest.raises(UserError, match="the base model has changed since the run: rms_norm_eps"):
-        finetune.check(finetune.load_recipe(QUICKSTART, options))
+    (tmp_path / "latest").symlink_to(run.path / "adapter")
+    for name in (run.path, run.path / "adapter", tmp_path / "latest"):
+        options = [f"model.name={base}", f"adapter.init_from={name}"]
+        with pytest.raises(UserError, match="the base model has changed since the run: rms_norm_eps"):
+            finetune.check(finetune.load_recipe(QUICKSTART, options))
     finetune.check(finetune.load_recipe(QUICKSTART, [*options, "adapter.from_other_base=true"]))

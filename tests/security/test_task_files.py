@@ -16,6 +16,7 @@ from finetune.evaluation import (
     limited_patterns,
     lm_eval_harness,
     lm_eval_tasks,
+    results,
     task_data,
     task_keys,
     tasks,
@@ -447,3 +448,17 @@ def test_data_of_a_task_that_fills_the_memory_is_refused(case: str, tmp_path) ->
     with pytest.raises(UserError) as raised:
         task_data.examples([path])
     assert raised.value.problems[0].code == "data-size" and time.process_time() - started < 3
+
+
+def test_data_and_included_files_of_a_task_are_part_of_its_hash(tmp_path) -> None:
+    path = written(tmp_path, "include: other.yaml\n")
+    (tmp_path / "other.yaml").write_text("description: a\n")
+    before = results.files_hashed(Eval(tasks=[str(path)]))
+    assert results.files_hashed(Eval(tasks=[str(path)])) == before
+    for name in ("rows.jsonl", "other.yaml"):
+        content = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(
+            content.replace("2+2", "2+3").replace("description: a", "description: b")
+        )
+        assert results.files_hashed(Eval(tasks=[str(path)])) != before
+        (tmp_path / name).write_text(content)

@@ -57,23 +57,26 @@ def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) ->
     assert not cached(name=moved), "its rows would be a.jsonl's"
 
 
+@pytest.mark.parametrize("written", ["a", "b"])
 def test_data_that_changes_while_it_is_read_is_not_stored_under_its_old_hash(
-    tmp_path, tokenizer, monkeypatch
+    written: str, tmp_path, tokenizer, monkeypatch
 ) -> None:
-    name, cache = write(tmp_path / "a.jsonl", "Maria.", "Omar."), tmp_path / "cache"
-    start = prepared_cache.start
+    (folder := tmp_path / "data").mkdir()
+    cache, start = tmp_path / "cache", prepared_cache.start
+    write(folder / "a.jsonl", "Maria.", "Omar.")
 
-    def saved_by_an_editor(folder: Path) -> Path:
-        write(tmp_path / "a.jsonl", "Maria.", "Paul.")
-        return start(folder)
+    def saved_by_another_program(place: Path) -> Path:
+        write(folder / f"{written}.jsonl", "Anna.", "Paul.")
+        return start(place)
 
-    data = Data.model_validate({"name": name, "cache_dir": str(cache)})
-    monkeypatch.setattr(prepared_cache, "start", saved_by_an_editor)
+    data = Data.model_validate({"name": str(folder), "cache_dir": str(cache)})
+    monkeypatch.setattr(prepared_cache, "start", saved_by_another_program)
     with pytest.raises(UserError, match=r"the data changed while finetune read it[^$]*data-changed"):
         prepare(data, tokenizer, 0, None)
     monkeypatch.undo()
     assert not [*cache.rglob(prepared_cache.ROWS)]
-    write(tmp_path / "a.jsonl", "Maria.", "Omar.")
+    (folder / f"{written}.jsonl").unlink()
+    write(folder / "a.jsonl", "Maria.", "Omar.")
     made = prepare(data, tokenizer, 0, None)
     assert not made.cached and "Omar." in trained(made, tokenizer)[1]
 
