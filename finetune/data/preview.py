@@ -13,6 +13,7 @@ from rich.text import Text
 
 from finetune.core import html_pages, safe_files
 from finetune.core.formatting import amount
+from finetune.core.privacy import find_secrets, secrets
 from finetune.core.visible_text import visible_lines
 from finetune.data.audit import DROPPED
 from finetune.data.loss_mask import IGNORED, WEIGHTS
@@ -47,6 +48,7 @@ class Token(NamedTuple):
 
     text: str
     ids: list[int]
+    """Its token ids, or -1 for each token of a secret."""
     trained: int
     """Number of its tokens that contribute to the loss."""
     special: bool
@@ -66,7 +68,7 @@ class Token(NamedTuple):
         part = "" if self.trained in (0, len(self.ids)) else f": {self.trained} of {len(self.ids)}"
         part += "" if self.weight == 1 else f", weight {self.weight:g}"
         loss = f"in the loss{part}" if self.trained else "not in the loss"
-        return f"{name} {' '.join(map(str, self.ids))}, {loss}"
+        return f"{name} {' '.join('****' if one < 0 else str(one) for one in self.ids)}, {loss}"
 
 
 class Piece(NamedTuple):
@@ -110,7 +112,7 @@ def documents(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[D
         weights = row[WEIGHTS][part] if WEIGHTS in row else [1.0] * length
         start += length
         pieces = []
-        units = _tokens(tokenizer, ids, labels, weights)
+        units = _without_secrets(list(_tokens(tokenizer, ids, labels, weights)))
         for (kind, _), group in groupby(units, key=lambda one: (one.kind, one.trained > 0 and one.weight)):
             tokens = list(group)
             pieces.append(Piece("".join(token.text for token in tokens), kind, tokens))
@@ -140,6 +142,18 @@ def _tokens(
             yield Token(text[len(before) :], ids[begin:end], trained, last in special, weights[end - 1])
             context, begin = begin, end
             before = backend.decode(ids[context:begin], skip_special_tokens=False)
+
+
+def _without_secrets(tokens: list[Token]) -> list[Token]:
+    """Replace the characters and token ids of secrets. The page and the screen can be shown to others."""
+    characters, found, start = list("".join(token.text for token in tokens)), list[Token](), 0
+    for secret in find_secrets("".join(characters), secrets()):
+        characters[secret.start : secret.end] = "*" * (secret.end - secret.start)
+    for token in tokens:
+        text = "".join(characters[start : start + len(token.text)])
+        is_same, start = text == token.text, start + len(token.text)
+        found.append(token if is_same else token._replace(text=text, ids=[-1] * len(token.ids)))
+    return found
 
 
 def _trained(labels: list[int]) -> int:

@@ -506,7 +506,9 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("the prompt is empty, so there is no token to continue")
     if len(document["prompt"]) > lm_eval_tasks.LONGEST:
         raise ValueError(f"the prompt has more than {lm_eval_tasks.LONGEST:,} characters")
-    answer = _value(task.answer, row) if task.answer is not None else ""
+    template = task.answer or ""  # its spaces count where choices can have spaces
+    template = template if task.kind == "multiple_choice" else template.strip()
+    answer = _value(template, row) if template else ""
     if answer is None:
         raise ValueError("the answer is null")
     if task.kind == "json_match":
@@ -522,7 +524,7 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
     if task.kind == "multiple_choice":
         listed = (
-            _value(task.choices, row)
+            _value(task.choices.strip(), row)
             if isinstance(task.choices, str)
             else [_text(text, row) for text in task.choices or ()]
         )
@@ -570,10 +572,12 @@ def _text(template: str, row: dict[str, Any]) -> str:
 def _value(template: str, row: dict[str, Any]) -> Any:
     """Return the value of a single `{{ expression }}` with its type, or the text of another template.
 
+    A line break after the expression does not count, because a text of several lines in YAML ends with one.
+
     Raises:
         ValueError: as `_text`.
     """
-    whole = re.fullmatch(r"\s*\{\{[-+]?((?:(?!\}\}).)*?)[-+]?\}\}\s*", template, re.DOTALL)
+    whole = re.fullmatch(r"\{\{[-+]?((?:(?!\}\}).)*?)[-+]?\}\}\n*", template, re.DOTALL)
     if not whole:
         return _text(template, row)
     found = template_sandbox.render_row(whole[1], row, way="expression")

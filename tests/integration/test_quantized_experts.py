@@ -16,6 +16,7 @@ from finetune.cli import main
 from finetune.quantization import stacked_experts
 from finetune.quantization.bnb_loading import FourBitConfig
 from finetune.run_folder.run_folder import RunFolder
+from support import four_bit
 from support.expert_families import config_of
 from support.paths import MODEL
 from support.tiny_models import recipe, save
@@ -62,9 +63,7 @@ def test_adapter_is_that_of_the_plain_model(trained: Path) -> None:
         trained / "model", quantization_config=config, dtype=torch.float32
     )
     stacked_experts.dequantize(stored)
-    for module in stored.modules():  # as `loading.load` does, for CPUs with AVX512-BF16
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+    four_bit.without_repacking(stored)
     with torch.no_grad():
         plain = base.eval()(IDS).logits
         tuned = PeftModel.from_pretrained(base, RunFolder(trained / "run").adapter).eval()

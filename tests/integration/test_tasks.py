@@ -136,6 +136,9 @@ def test_spaces_around_a_value_reach_the_model() -> None:
     choice = {**asked, "kind": "multiple_choice", "prompt": "?", "answer": "{{- n -}}\n"}
     task = tasks.Task.model_validate({**choice, "choices": [" {{ a }}", " blue"]})
     assert tasks._document(task, row)["choices"] == [" red", " blue"]
+    task = tasks.Task.model_validate({**choice, "choices": "{{ listed }}\n", "answer": " {{ gold }}"})
+    for listed, gold, index in (([" 1", " 2"], 1, 0), ([" yes", " no"], "no", 1)):
+        assert tasks._document(task, {"listed": listed, "gold": gold})["answer"] == index
 
 
 @pytest.mark.parametrize("kind", ["json_match", "exact_match"])

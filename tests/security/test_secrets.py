@@ -494,3 +494,26 @@ def test_part_of_a_secret_that_a_message_cuts_is_masked(count: int, monkeypatch)
     assert secret[:8] not in str(
         errors.Problem("a role is unknown", found=short("x" * (60 - count) + secret))
     )
+
+
+def test_secret_in_an_example_is_masked_on_the_screen_and_on_the_page(tmp_path, monkeypatch, capsys) -> None:
+    known = {"HF_TOKEN": "hf_" + "CanaryCanary" * 3, "DB_PASSWORD": "hunter2hunter2"}
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    turns = [[("user", f"Open {value}?"), ("assistant", f"The key is {value}.")] for value in known.values()]
+    rows = [{"messages": [{"role": role, "content": said} for role, said in chat]} for chat in turns]
+    (data := tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = [
+        f"data.name={data}",
+        "data.validation=null",
+        "--show",
+        "2",
+        "--html",
+        str(tmp_path / "page.html"),
+    ]
+    assert main.main(["data", str(QUICKSTART), *options]) == 0
+    page = re.sub("<[^>]*>", "", (tmp_path / "page.html").read_text())
+    said = capsys.readouterr().out
+    for value in known.values():
+        assert value not in said and value not in page
+    assert "The key is" in said and "***" in said

@@ -30,3 +30,11 @@ def in_four_bits(model: Any, quant_type: str = "nf4", *, nested: bool = True, st
         model.get_decoder().layers.set_submodule(name, made.requires_grad_(False))
     model.is_loaded_in_4bit = True  # what PEFT asks
     return model
+
+
+def without_repacking(model: Any) -> Any:
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with AVX512-BF16, as `loading.load` does."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model

@@ -18,7 +18,7 @@ from finetune.quantization.fp8_loading import Fp8BaseConfig
 from finetune.speed import fused_experts
 from finetune.speed.frozen_experts import FrozenExperts
 from finetune.speed.live_model_spec import decoder_layers
-from support import quantized_checkpoints
+from support import four_bit, quantized_checkpoints
 from support.architectures import CONFIGS as SIZES
 from support.fused_models import IDS, step, worst
 from support.paths import MODEL
@@ -51,9 +51,10 @@ def mxfp4(tmp_path_factory: Any) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def load(folder: Path, storage: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=CONFIGS[storage]()
     )
+    return four_bit.without_repacking(model)
 
 
 def adapted(base: Any) -> Any:
