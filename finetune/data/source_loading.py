@@ -284,7 +284,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     for source, key in _read_from(data, held_out):
         paths = files_of(source, key)
         if paths is None:
-            found[hub_name(source)] = _commit(source)
+            found[hub_name(source)] = _identity(source)
         for path in paths or ():
             found[str(path.resolve())] = client.sha256(path)
     return found
@@ -589,6 +589,20 @@ def title(source: Source) -> str:
         return hub_name(source)
     default = Data.model_fields["split"].default
     return source.name if source.split in (None, default) else f"{source.name} {source.split}"
+
+
+def _identity(source: Source) -> str:
+    """Return the commit of a Hub dataset, or the names of its files in the cache of `datasets`.
+
+    Without an answer of the Hub, a branch can stand for several commits. `datasets` puts the files of each
+    commit into another folder.
+    """
+    commit = _commit(source)
+    if client.COMMIT.fullmatch(commit):
+        return commit
+    dataset = hub_datasets.load(source.name, source.subset, commit, split=source.split)
+    files = sorted("/".join(Path(file["filename"]).parts[-2:]) for file in dataset.cache_files)
+    return f"{commit}: {', '.join(files)}"
 
 
 def _commit(source: Source) -> str:

@@ -93,11 +93,10 @@ def check(path: Path) -> tuple[str, tuple[str, ...]]:
 def digest(path: Path) -> str:
     """Return a hash of a task with the files that it includes, and of its local data."""
     task = _read(path)[0]
-    files = (task_data.local_files(task, path) or {}).values()
-    found = [
-        json.dumps(task, sort_keys=True, default=str),
-        *(client.sha256(one) for part in files for one in part),
-    ]
+    files = task_data.local_files(task, path)
+    found = [json.dumps(task, sort_keys=True, default=str)]
+    found += [task_data.commit(task)] if files is None else []
+    found += [client.sha256(one) for part in (files or {}).values() for one in part]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 

@@ -20,6 +20,7 @@ from finetune.data import dataset_folders, hub_datasets, read_limits
 from finetune.data.examples import BadRow, Row
 from finetune.data.json_values import MOST_VALUES
 from finetune.data.readers import READERS, read_file
+from finetune.hub import client
 
 LOADERS = {  # dataset_path -> suffixes of its files
     "json": (".json", ".jsonl"),
@@ -54,8 +55,14 @@ def source(task: dict[str, Any], where: Path) -> Callable[..., dict[str, Any]]:
         return lambda **_: {split: _dataset(paths) for split, paths in files.items()}
     hub_datasets.check_name(task[KEY], KEY, str(where))
     options = {key: kwargs.get(key) for key in ("data_files", "data_dir")}
-    given = task[KEY], task.get("dataset_name"), kwargs.get("revision")
-    return lambda **_: _of_the_hub(*given, **options)
+    given = task[KEY], task.get("dataset_name")
+    return lambda **_: _of_the_hub(*given, commit(task), **options)
+
+
+def commit(task: dict[str, Any]) -> str:
+    """Return the current commit of the Hub dataset of a task. Without an answer, return its revision."""
+    revision = (task.get("dataset_kwargs") or {}).get("revision")
+    return client.dataset_commit(task[KEY], revision or "main")
 
 
 def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | None:

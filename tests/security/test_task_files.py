@@ -21,6 +21,7 @@ from finetune.evaluation import (
     task_keys,
     tasks,
 )
+from finetune.hub import client
 from finetune.recipe.schema import Eval
 from support.paths import ROOT
 from support.scripts import module_of
@@ -462,3 +463,12 @@ def test_data_and_included_files_of_a_task_are_part_of_its_hash(tmp_path) -> Non
         )
         assert results.files_hashed(Eval(tasks=[str(path)])) != before
         (tmp_path / name).write_text(content)
+
+
+def test_commit_of_a_tasks_dataset_is_part_of_its_hash(tmp_path, monkeypatch) -> None:
+    (path := tmp_path / "task.yaml").write_text(PLAIN.replace("dataset_path: json", "dataset_path: me/q"))
+    found = set()
+    for commit in ("a" * 40, "b" * 40):
+        monkeypatch.setenv(client.COMMITS, json.dumps({"datasets/me/q@main": commit}))
+        found.add(lm_eval_tasks.digest(path))
+    assert len(found) == 2

@@ -11,10 +11,11 @@ from tokenizers.processors import TemplateProcessing
 
 from finetune.cli import main
 from finetune.core.errors import UserError
-from finetune.data import prepared_cache, source_loading, streaming
+from finetune.data import prepared_cache, read_limits, source_loading, streaming
 from finetune.data.chat_templates import read_template
 from finetune.data.examples import Row
 from finetune.data.preparation import prepare
+from finetune.hub import client
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe import loader
 from finetune.recipe.schema import Data, Model, Source
@@ -89,6 +90,13 @@ def test_stream_ends_if_another_program_writes_to_its_file(tmp_path, tokenizer) 
     write(tmp_path / "a.jsonl", *["Omar."] * 8)
     with pytest.raises(UserError, match="the data changed while finetune read it"):
         list(rows)
+
+
+def test_file_that_comes_into_a_streamed_folder_is_an_error(tmp_path) -> None:
+    path = Path(write(tmp_path / "a.jsonl", "Maria."))
+    shards = [(str(path), 0, path.stat().st_size, read_limits.DEFAULT)]
+    with pytest.raises(UserError, match="the data changed while finetune read it"):
+        list(streaming._generate(shards, {}))
 
 
 def test_prepared_data_of_a_tokenizer_with_other_settings_is_not_used(tokenizer, tmp_path) -> None:
@@ -296,11 +304,21 @@ def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(datasets
     assert raised.value.code == 3
 
 
+def test_dataset_without_a_known_commit_is_known_by_its_cached_files(datasets_hub, monkeypatch) -> None:
+    monkeypatch.setattr(client, "_asked_dataset", lambda name, revision: revision)  # as if it were offline
+    data, found = Data(name="me/rows", split="train"), list[dict[str, str]]()
+    repo = datasets_hub.add("me/rows")
+    for text in ("a", "b"):
+        repo.commit("main", {"a.jsonl": json.dumps({"text": text}).encode()}, text)
+        found += [source_loading.fingerprints(data) for _ in range(2)]
+    assert found[0] == found[1] != found[2] == found[3]
+
+
 def test_two_subsets_of_one_hub_set_are_two_sources(tmp_path, tokenizer, monkeypatch) -> None:
     """Each of a format of its own, and with its own share of the mix."""
     held = {"a": {"prompt": "Who?", "completion": "Maria."}, "b": {"instruction": "Who?", "output": "Omar."}}
     monkeypatch.setattr(source_loading, "_hub", lambda one: iter([Row(held[one.subset], f"{one.name}[0]")]))
-    monkeypatch.setattr(source_loading, "_commit", lambda source: "c0ffee")
+    monkeypatch.setattr(source_loading, "_commit", lambda source: "c0ffee42" * 5)
     names = [{"name": "org/rows", "subset": subset, "split": "train"} for subset in held]
     data = Data.model_validate({"name": names, "cache_dir": str(tmp_path / "cache")})
     made = prepare(data, tokenizer, 0, None)
