@@ -113,7 +113,7 @@ def misplaced(example: Example, text: str, spans: list[list[int]]) -> tuple[str,
     for is_answer, kind, said in _sides(example):
         if misses[is_answer] == ENOUGH:
             continue
-        # contents stand in their order, so that all searches of a side are one
+        # The contents of messages come in order, so that all searches of a side together take linear time
         at = sides[is_answer].find(said, position[is_answer] if kind in ROLES else 0)
         if at >= 0:
             position[is_answer] = at + len(said) if kind in ROLES else position[is_answer]

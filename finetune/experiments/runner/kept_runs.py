@@ -73,11 +73,8 @@ def named_files(recipe: Recipe) -> dict[str, str]:
     from finetune.adapters import continue_from
     from finetune.evaluation import results
 
-    found, template, source = (
-        results.files_hashed(recipe.eval),
-        recipe.data.chat_template,
-        recipe.adapter.source,
-    )
+    found = results.files_hashed(recipe.eval)
+    template, source = recipe.data.chat_template, recipe.adapter.source
     if template and Path(template).is_file():
         found["data.chat_template"] = client.sha256(Path(template))
     folder = continue_from.source_folder(source) if source else None
