@@ -162,7 +162,7 @@ def write_table(columns: dict[str, pyarrow.Array], path: Path) -> None:
 @pytest.mark.parametrize("name", soak_except(["turns"], EXAMPLES))
 def test_example_within_the_limit_ends_soon(name: str, tmp_path, commands) -> None:
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(cut(EXAMPLES[name], 6)) + "\n")
+    path.write_text(json.dumps(cut(EXAMPLES[name], 7)) + "\n")
     ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
     assert not ended.wrong and "too many values" not in ended.said, ended
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 import psutil
 import sqlalchemy
+from alembic.util.exc import CommandError
 from optuna.distributions import distribution_to_json
 from optuna.trial import TrialState
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -35,7 +36,10 @@ JOURNAL = "journal:"
 # Keys of a study's attributes: the hash of one trial, and whether all trials have a hash
 HASH, HASHED = "sha256 of trial", "hashed"
 # Exceptions that Optuna raises if a stored value is not as it was written
-UNREADABLE = (ValueError, TypeError, LookupError, AssertionError, AttributeError, RuntimeError)
+# Errors of Optuna, and of alembic for the version of the tables
+UNREADABLE = (
+    ValueError, TypeError, LookupError, AssertionError, AttributeError, RuntimeError, CommandError,
+)  # fmt: skip
 SHOWN = 100  # characters shown of Optuna's message on a damaged study
 SILENT = 120.0  # seconds without a sign of life after which a trial may be lost
 WATCHED = 30.0  # seconds within which a living worker gives another sign of life
