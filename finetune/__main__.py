@@ -22,10 +22,7 @@ def main() -> int:
 def _leave_working_directory() -> None:
     try:
         # `python -m` and an open end of PYTHONPATH put the working directory before the standard library
-        here, root = (
-            os.path.realpath(os.getcwd()),
-            os.path.dirname(os.path.dirname(os.path.realpath(__file__))),
-        )
+        here, root = os.path.realpath(os.getcwd()), os.path.realpath(f"{os.path.dirname(__file__)}/..")
     except OSError:  # it was deleted; the command reports that
         return
     if here != root:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from finetune.data.examples import BadRow, Example, Message, short
-from finetune.data.messages import REASONING_KEYS, ROLES, THINKING
+from finetune.data.messages import REASONING_KEYS, THINKING
 from finetune.data.template_sandbox import joined
 
 # Message number of a part that a template can place anywhere
@@ -97,51 +97,25 @@ def find_missing(parts: list[Part], text: str) -> list[Part]:
     return []
 
 
-def misplaced(example: Example, text: str, spans: list[list[int]]) -> tuple[str, str] | None:
-    """Return the kind and text of a part on the wrong side of the template's marks, or `None`.
+def misplaced(example: Example, text: str, spans: list[list[int]]) -> Part | None:
+    """Return a part on the wrong side of the template's marks, or `None`.
 
-    Answers that are trained on must be in the marks with their tool calls. All other parts must not be only
-    there. Reasoning can begin before the marks.
+    Answers that are trained on must be in the marks with their tool calls. All other parts must be outside.
+    Reasoning can begin before the marks.
 
     Args:
         spans: the character range [start, end) of each marked part.
     """
     starts, ends = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(text)]
     outside = "\0".join(text[start:end] for start, end in zip(starts, ends, strict=True))
-    sides = {True: "\0".join(text[start:end] for start, end in joined(spans)), False: outside}
-    position, misses = {True: 0, False: 0}, {True: 0, False: 0}
-    for is_answer, kind, said in _sides(example):
-        if misses[is_answer] == ENOUGH:
-            continue
-        # The contents of messages come in order, so that all searches of a side together take linear time
-        at = sides[is_answer].find(said, position[is_answer] if kind in ROLES else 0)
-        if at >= 0:
-            position[is_answer] = at + len(said) if kind in ROLES else position[is_answer]
-            continue
-        misses[is_answer] += 1
-        if said in text:
-            plain = "".join(sides[is_answer].split())
-            if not any(form in plain for form in _forms(said)):
-                return kind, said
-    return None
-
-
-def _sides(example: Example) -> Iterator[tuple[bool, str, str]]:
-    """Yield whether a part must be in the marks, its kind, and its text."""
-    trained, calls = iter(example.trained), False
-    for message in example.messages or ():
-        is_answer = message["role"] == "assistant"
-        if is_answer and not next(trained, True):
-            continue
-        content = str(message.get("content") or "")
-        yield is_answer, message["role"], content.rpartition("</think>" if is_answer else "\0")[2].strip()
-        for call in message.get("tool_calls") or ():
-            calls = True
-            for said in (call["function"]["name"], *_leaves(call["function"]["arguments"])):
-                yield True, "call", said
-    for tool in example.tools or ():
-        for said in _of_tool(tool["function"])[calls:]:  # a call has the name of its tool
-            yield False, "tools", said
+    marked = "\0".join(text[start:end] for start, end in joined(spans))
+    answers = [n for n, message in enumerate(example.messages or ()) if message["role"] == "assistant"]
+    trained = {n for n, is_trained in zip(answers, example.trained, strict=True) if is_trained}
+    needed = [part for part in parts(example) if part.kind not in OPTIONAL]
+    others = {*range(len(example.messages or ())), ANYWHERE}.difference(answers)
+    wrong = find_missing([part for part in needed if part.message in others], outside)
+    wrong = wrong or find_missing([part for part in needed if part.message in trained], marked)
+    return wrong[0] if wrong else None
 
 
 def doubtful(parts: list[Part], text: str) -> list[Part]:

@@ -177,7 +177,7 @@ class Encoder:
         if self.way == "marks" and self.train_on != "all":
             wrong = content_check.misplaced(example, text.text, text.spans)
             if wrong:
-                raise _wrong_marks(*wrong, example.where)
+                raise _wrong_marks(wrong, example.where)
 
     def _refuse_changes(
         self, examples: list[Example], rendered: list[Rendered | None], how: text_changes.Comparison
@@ -457,16 +457,16 @@ class Encoder:
                 )
 
 
-def _wrong_marks(kind: str, said: str, where: str) -> BadRow:
+def _wrong_marks(part: content_check.Part, where: str) -> BadRow:
     """Return the error for a part on the wrong side of the template's marks (`content_check.misplaced`)."""
-    if kind in ("assistant", "call"):
+    if part.kind in ("assistant", "call", "argument"):
         what = "the chat template does not mark a whole answer"
         why = "the model would be trained on a part of the answers"
     else:
-        what = f"the chat template marks {content_check.NAMES.get(kind, 'other content')} as an answer"
+        what = f"the chat template marks {content_check.NAMES[part.kind]} as an answer"
         why = "the model would be trained to write the turns of others"
     fix = "data.chat_template: chatml, or put whole answers alone between {% generation %} marks"
-    return BadRow("malformed", what, where, short(said), fix=fix, why=why, code="chat-template")
+    return BadRow("malformed", what, where, short(part.text), fix=fix, why=why, code="chat-template")
 
 
 def encoders(

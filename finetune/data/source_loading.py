@@ -291,7 +291,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
 
 
 def _read_from(data: Data, held_out: bool) -> list[tuple[Source, str]]:
-    """Return the sources with their keys, or only those that validation examples are read from."""
+    """Return the sources with their keys, or only the sources of validation examples."""
     if held_out and (data.validation is not None or data.validation_fraction is None):
         return [(source, key) for source, key in named(data) if key == "data.validation"]
     return named(data)
@@ -594,8 +594,8 @@ def title(source: Source) -> str:
 def _identity(source: Source) -> str:
     """Return the commit of a Hub dataset, or the names of its files in the cache of `datasets`.
 
-    Without an answer of the Hub, a branch can stand for several commits. `datasets` puts the files of each
-    commit into another folder.
+    If the Hub does not answer, a branch can mean several commits. `datasets` puts the files of each commit
+    into another folder.
     """
     commit = _commit(source)
     if client.COMMIT.fullmatch(commit):

@@ -1,4 +1,4 @@
-"""Tasks of `finetune evaluate`: of every kind, against lm-eval itself, and what a wrong one is told."""
+"""Tasks of `finetune evaluate`: every kind, compared with lm-eval itself, and the errors of wrong tasks."""
 
 from __future__ import annotations
 

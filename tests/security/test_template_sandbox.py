@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -358,5 +359,15 @@ def test_the_search_for_marked_turns_of_the_user_takes_linear_time() -> None:
     turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 10_000]
     started = time.process_time()
     for text in ("u a " * 1_000_000, "a" * 4_000_000):
-        assert content_check.misplaced(example(turns), text, [[2, 4]]) is None
+        assert content_check.misplaced(example(turns), text, [[2, 4]]), "one of many answers is marked"
+    assert time.process_time() - started < 2
+
+
+def test_the_search_for_marked_tool_calls_takes_linear_time() -> None:
+    arguments = {f"name{number}": f"value{number}" for number in range(40_000)}
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "tool_calls": [call]}]
+    text = f"Q A look {json.dumps(arguments)}"
+    started = time.process_time()
+    assert content_check.misplaced(example(turns), text, [[2, len(text)]]) is None
     assert time.process_time() - started < 2
