@@ -51,6 +51,7 @@ _FORMS = (  # names of variables that libraries read, most of a launcher, and th
         r'"([^"\\]|\\.)*", (true|false)\]',
     ),
     (r"(JUPYTER_)?(COLUMNS|LINES)", r"|\d{1,4}"),  # rich and shutil read them
+    ("FINETUNE_COMMITS", r'|\{("[^"\\]+": "[^"\\]+"(, )?)*\}'),  # hub.client writes it
 )
 CONFIG = "accelerate config"  # the name of the launch's settings in messages
 

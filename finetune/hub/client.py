@@ -324,7 +324,7 @@ def dataset_commit(name: str, revision: str) -> str:
 
 
 def _remembered(key: str, revision: str, ask: Callable[[], str]) -> str:
-    known = json.loads(os.environ.get(COMMITS, "{}"))
+    known = json.loads(os.environ.get(COMMITS) or "{}")
     if COMMIT.fullmatch(revision) or key in known:
         return known.get(key, revision)
     known[key] = ask()

@@ -44,7 +44,7 @@ class Tracked(TrainerCallback):
             callback: Any = trainer.pop_callback(kind)
             trainer.add_callback(callback)
             self.trackers[name] = callback
-            if name == "tensorboard" and callback.logging_dir is None:  # else TENSORBOARD_LOGGING_DIR
+            if name == "tensorboard" and not callback.logging_dir:  # else TENSORBOARD_LOGGING_DIR
                 callback.logging_dir = str(self.folder.path / "tensorboard")
         trainer.add_callback(self)
 

@@ -52,7 +52,7 @@ def test_names_are_those_of_the_installed_transformers() -> None:
 def test_tensorboard_hears_training_evaluation_and_scores(train, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "")  # as if it were not set
     before = dict(os.environ)
     run = train(
         "train.report_to=tensorboard", "train.max_steps=3", "eval.eval_steps=2", "train.logging_steps=1"
