@@ -33,7 +33,7 @@ from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import writing
 from finetune.experiments.ablation import ablation, optimizations
-from finetune.experiments.runner import measured_run, varied_keys
+from finetune.experiments.runner import kept_runs, measured_run, varied_keys
 from finetune.preflight import checker, choice_checks
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Recipe, Train
@@ -105,7 +105,7 @@ def check_comparable(options: argparse.Namespace, recipes: list[Recipe]) -> None
 def data_of(recipe: Recipe) -> str:
     """Return what identifies a recipe's training data: digests of local files, or the name of a dataset."""
     data = recipe.data.model_copy(update={"validation": None})
-    return " ".join(measured_run.contents(data)) or str(data.name)
+    return " ".join(kept_runs.contents(data).values()) or str(data.name)
 
 
 def two_rows(options: argparse.Namespace, baseline: Recipe, optimized: Recipe) -> dict[str, Any]:

@@ -79,8 +79,11 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
         "architecture": family.architecture,
         "tensors": len(tensors),
         "serving_check": check_serving(path, job),
+        "notes": gguf_tokenizer.notes(job.tokenizer) + gguf_families.notes(config),
     }
-    return report | {"serve": [f"llama-server -m {path.name} --jinja", f"llama-cli -m {path.name} --jinja"]}
+    short = gguf_families.short_context(config)
+    options = f"-m {path.name} --jinja" + (f" --ctx-size {short}" if short else "")
+    return report | {"serve": [f"llama-server {options}", f"llama-cli {options}"]}
 
 
 def check_adapter(adapter: Path) -> None:

@@ -242,6 +242,27 @@ def rope_scaling(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def short_context(config: ModelConfig) -> int | None:
+    """Return the longest context, in tokens, for which llama.cpp takes the short factors of longrope.
+
+    llama.cpp chooses between the short and the long factors by the size of the context. transformers chooses
+    by the length of the text. Both agree in a short context. `None`: the model has no longrope.
+    """
+    rope = rope_of(config)
+    return int(rope["original_max_position_embeddings"]) if rope["rope_type"] == "longrope" else None
+
+
+def notes(config: ModelConfig) -> list[str]:
+    """Return in which context sizes llama.cpp computes a model in another way."""
+    short = short_context(config)
+    if short is None:
+        return []
+    return [
+        f"rope scaling longrope: the commands set a context of {short:,} tokens. In a larger context, "
+        "llama.cpp takes the long factors for short texts too, and transformers the short ones"
+    ]
+
+
 def expert_settings(config: ModelConfig) -> dict[str, Any]:
     """Return the keys of a mixture of experts."""
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)

@@ -37,6 +37,15 @@ SPLITS = {
     ("words",): ("gpt-2", ""),
     ("digits", "words"): ("smollm", ""),
 }
+SPACES = [
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+]
+"""The normalizers of SentencePiece's tokenizers, which llama.cpp has too."""
+CUT_AT_SPACES = {
+    "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False
+}  # fmt: skip
+"""The pre-tokenizer of Gemma. Its normalizer leaves no space, so it cuts nothing."""
 UNSPLIT = "superbpe"
 """A way to split that only cuts numbers out, so it fits a tokenizer whose tokens never cross its cuts."""
 TRIES, PIECES = 500, 12
@@ -57,6 +66,7 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     if content["model"]["type"] != "BPE":
         raise _unsupported(f"a tokenizer of type {content['model']['type']}", "BPE")
+    check_normalizer(content)
     if is_byte_level(content):
         found: dict[str, Any] = {
             "model": "gpt2",
@@ -89,6 +99,38 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
     found["tokens"], found["token_type"] = vocabulary(content, rows)
     found |= special(tokenizer, stops, opens)
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()} | templates(tokenizer)
+
+
+def check_normalizer(content: dict[str, Any]) -> None:
+    """Check that llama.cpp, which has no normalizers, reads every text as the tokenizer does.
+
+    llama.cpp writes `▁` in place of spaces by itself. NFC changes few texts, so `notes` names it.
+
+    Raises:
+        UserError: the tokenizer changes texts in another way (exit 2).
+    """
+    normal = [step for step in steps(content["normalizer"], "normalizers") if step["type"] != "NFC"]
+    if is_byte_level(content):
+        strange, expected = normal, "no normalizer, or NFC"
+    else:
+        before = steps(content["pre_tokenizer"], "pretokenizers")
+        replaces = [step for step in before if step["type"] == "Metaspace" and step["replacement"] == "▁"]
+        strange = [step for step in normal if step not in SPACES]
+        strange += [step for step in before if step not in [*replaces, CUT_AT_SPACES]]
+        if not replaces and SPACES[1] not in normal:
+            strange.append({"type": "spaces that stay spaces"})
+        expected = "▁ in place of spaces, and no other change"
+    if strange:
+        shown = ", ".join(json.dumps(step, ensure_ascii=False) for step in strange)
+        raise _unsupported(f"how this tokenizer changes a text: {shown[:100]}", expected)
+
+
+def notes(tokenizer: Any) -> list[str]:
+    """Return what llama.cpp does with a text in another way."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    if not any(step["type"] == "NFC" for step in steps(content["normalizer"], "normalizers")):
+        return []
+    return ["llama.cpp does not apply the tokenizer's NFC: send texts in the Unicode form NFC, as most are"]
 
 
 def is_byte_level(content: dict[str, Any]) -> bool:

@@ -184,10 +184,16 @@ def publish(
         name = target.name if where == folder.path.absolute() else str(target.absolute())
         safe_files.apply_umask(staged)
         # Write the report first, so that a killed merge leaves no weights without a report
+        before = folder.found(reports)
         if not folder.is_plain_adapter:
-            folder.write(reports, {**folder.found(reports), name: report})
-        # Rename also replaces an empty folder
-        safe_files.rename(where, str(staged.relative_to(where)), target.name)
+            folder.write(reports, {**before, name: report})
+        try:
+            # Rename also replaces an empty folder
+            safe_files.rename(where, str(staged.relative_to(where)), target.name)
+        except OSError:  # the report belongs to the folder that another command has written
+            if not folder.is_plain_adapter:
+                folder.write(reports, before)
+            raise
 
 
 @contextlib.contextmanager

@@ -14,12 +14,24 @@ from typing import Any
 from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.chat_texts import render_chat
-from finetune.export import gguf_export
+from finetune.export import gguf_export, gguf_families
 from finetune.export.export_job import ExportJob
 
 KINDS = gguf_export.KINDS
 check = gguf_export.check
 USER, ANSWER, AGAIN, SYSTEM = "qzuser", "qzanswer", "qzagain", "qzsystem"
+
+PROBES = {
+    "chats of several turns: Ollama writes other text around them": [
+        ("user", USER), ("assistant", ANSWER), ("user", AGAIN), ("assistant", ANSWER), ("user", USER)
+    ],
+    "chats with a system message: Ollama drops the message": [("system", SYSTEM), ("user", USER)],
+    "contents with spaces at their ends: Ollama keeps the spaces": [("user", f" {USER} \n")],
+    "earlier answers with reasoning (<think>): Ollama keeps the reasoning": [
+        ("user", USER), ("assistant", f"<think>\n{AGAIN}\n</think>\n\n{ANSWER}"), ("user", AGAIN)
+    ],
+}  # fmt: skip
+"""Chats that templates change -> what Ollama makes of them."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +73,19 @@ class Parts:
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the GGUF file and the Modelfile."""
     chats = [example for example in job.expected.examples if example.messages]
-    template = "{{ .Prompt }}"
+    template, differing = "{{ .Prompt }}", list[str]()
     found = {"chats": len(chats), "different": 0}
     if job.tokenizer.chat_template and (chats or not job.expected.examples):
         parts = parts_of(job.tokenizer, opens=gguf_export.opens(job))
         check_rendering(parts, job, chats)
-        template = parts.go()
+        template, differing = parts.go(), differences(parts, job.tokenizer, gguf_export.opens(job))
     report = gguf_export.write(job, folder)
     (name,) = report["files"]
     safe_files.write_text(folder, "Modelfile", modelfile(name, template, job))
     report["serving_check"]["template"] = found
-    report["notes"] = [
-        "Ollama itself was not run: llama.cpp read the file, and finetune rendered the template"
+    report["notes"] += [
+        *differing,
+        "Ollama itself was not run: llama.cpp read the file, and finetune rendered the template",
     ]
     return report | {"serve": [f"ollama create {job.name} -f Modelfile", f"ollama run {job.name}"]}
 
@@ -85,7 +98,7 @@ def modelfile(name: str, template: str, job: ExportJob) -> str:
         f"FROM ./{name}",
         f'TEMPLATE """{template}"""',
         *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops),
-        f"PARAMETER num_ctx {config.max_position_embeddings}",
+        f"PARAMETER num_ctx {gguf_families.short_context(config) or config.max_position_embeddings}",
     ]
     return "\n".join([*lines, "# The evaluation of finetune is greedy", "PARAMETER temperature 0", ""])
 
@@ -156,6 +169,21 @@ def check_rendering(parts: Parts, job: ExportJob, chats: list[Any]) -> None:
                 ),
                 code=Exit.ARTIFACT,
             )
+
+
+def differences(parts: Parts, tokenizer: Any, opens: bool) -> list[str]:
+    """Return in which chats both templates differ, even if no validation chat is such a chat."""
+    bos = tokenizer.bos_token if opens else ""
+    found = []
+    for what, turns in PROBES.items():
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            wanted = render_chat(tokenizer, messages).removeprefix(bos or "")
+        except ValueError:  # the template refuses such a chat
+            wanted = None
+        if wanted is None or parts.render(messages) != wanted:
+            found.append(f"the template for Ollama differs from the tokenizer's template for {what}")
+    return found
 
 
 def _without(text: str, start: str) -> str:

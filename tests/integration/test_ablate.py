@@ -287,6 +287,20 @@ def test_a_run_that_failed_is_made_again_and_a_finished_one_is_not(tmp_path, mon
     assert measured_run.make(job, cpu=True) and next(codes, None) is None
 
 
+def test_a_run_whose_files_change_meanwhile_has_no_result(tmp_path, two_layers, monkeypatch) -> None:
+    model = shutil.copytree(two_layers, tmp_path / "model")
+
+    def changes(*_: object, **__: object) -> int:
+        (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + "\n")
+        return 0
+
+    monkeypatch.setattr(measured_run, "start", changes)
+    job = measured_run.RunCommand(str(QUICKSTART), [f"model.name={model}"], tmp_path / "run")
+    with pytest.raises(UserError, match="a file that the runs read changed"):
+        measured_run.make(job, cpu=True)
+    assert not (tmp_path / "run" / measured_run.MARK).exists()
+
+
 def test_the_table_shows_when_runs_were_made(climbed: Climbed, tmp_path) -> None:
     copy = tmp_path / "results"
     shutil.copytree(climbed.folder, copy)

@@ -18,7 +18,7 @@ from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
 from support import tables, two_ranks
-from support.paths import QUICKSTART
+from support.paths import DATA, QUICKSTART
 from support.printed_commands import assert_commands_run
 from support.runs import metrics
 
@@ -116,6 +116,33 @@ def test_a_run_of_another_recipe_is_not_kept(done, run) -> None:
     assert [row["run"] for row in found(done)["runs"]] == ["lora-seed42"]
 
 
+@pytest.mark.parametrize("changed", ["the data", "the base model", "the tokenizer", "a template"])
+def test_a_file_that_changes_between_two_runs_is_an_error(
+    changed: str, run, two_layers, tmp_path, monkeypatch
+) -> None:
+    model, data = shutil.copytree(two_layers, tmp_path / "model"), shutil.copy(DATA / "train.jsonl", tmp_path)
+    template = shutil.copy(two_layers / "chat_template.jinja", tmp_path / "own.jinja")
+    files = {
+        "the data": data, "the base model": model / "config.json", "the tokenizer": model / "tokenizer.json",
+        "a template": template,
+    }  # fmt: skip
+    content, trained, train = Path(files[changed]).read_text(), list[Path](), comparison.pipeline.run
+
+    def then_changes(recipe, verbosity) -> None:
+        train(recipe, verbosity=verbosity)
+        trained.append(Path(recipe.train.output_dir))
+        if changed == "the base model":
+            Path(files[changed]).write_text(json.dumps({**json.loads(content), "rms_norm_eps": 0.1}))
+        else:
+            Path(files[changed]).write_text(content + "\n")
+
+    monkeypatch.setattr(comparison.pipeline, "run", then_changes)
+    given = [f"model.name={model}", f"data.name={data}", f"data.chat_template={template}"]
+    said = run(tmp_path / "out", *given, "--adapters", "lora", "--seeds", "2", code=2)
+    assert "a file that the runs read changed" in said and "[data-changed]" in said
+    assert len(trained) == 1 and not (trained[0] / comparison.MARK).exists()
+
+
 def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:
     from finetune.training import pipeline
 
@@ -162,7 +189,7 @@ def together(who: str, folder: str) -> None:
     collectives.AGREEMENT_SECONDS = 2
     collectives.failures()
     comparison.pipeline = SimpleNamespace(run=training)
-    reason = comparison.run_one(comparison.ComparedRun(None, 1, None, RunFolder(Path(folder)), "x"))
+    reason = comparison.run_one(comparison.ComparedRun(None, 1, None, RunFolder(Path(folder)), "x", {}))
     state.wait_for_everyone()
     print(f"went on: {reason}|", flush=True)
 

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from optuna.trial import TrialState
 from finetune.cli import main
 from finetune.core.console import Console
 from finetune.core.errors import Exit, UserError
-from finetune.experiments.runner import worker_process
+from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep import study as sweep_study
 from finetune.experiments.sweep.search_space_checks import SweepRequest
@@ -298,7 +299,9 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
     monkeypatch.setattr(screen, "say", lambda *texts: said.extend(texts))
     looked = search_space_checks.Looked(space, [], "cpu", {}, 96)
     with study_storage.opened(url, "study") as study:
-        job = sweep_study.Search(asked, whole, space, looked, study, screen, math.inf, sweep_study.Told(), [])
+        files = kept_runs.files_read(whole)
+        rest = study, screen, math.inf, sweep_study.Told(), files, list[Any]()
+        job = sweep_study.Search(asked, whole, space, looked, *rest)
         sweep_study.one(job)
         assert "another worker took it over" in said[-1] and started[0].poll() == -signal.SIGTERM
         assert not (folder / "trial-0000" / "checkpoints").exists() and sweep_study.begin_another(job)
@@ -323,6 +326,7 @@ def test_a_broken_worker_ends_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(worker_process, "run", lambda *_, **__: ended)
     with study_storage.opened(url, "study") as study:
         rest = asked, whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told()
+        rest = *rest, kept_runs.files_read(whole)
         broken, other = sweep_study.Search(*rest, []), sweep_study.Search(*rest, [])
         for _ in range(sweep_study.HOPELESS):
             assert sweep_study.begin_another(broken)
@@ -338,6 +342,33 @@ def test_a_broken_worker_ends_alone(tmp_path, monkeypatch) -> None:
         assert sweep_study.begin_another(other), "one was not"
 
 
+def test_a_trial_that_read_changed_files_counts_as_none(tmp_path, two_layers, monkeypatch) -> None:
+    """The model is trained again between the start of the search and the end of the trial."""
+    (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
+    model = shutil.copytree(two_layers, tmp_path / "model")
+    space = search_space.read(tmp_path / "space.yaml")
+    whole = loader.load(QUICKSTART, [f"model.name={model}"])
+    asked = SweepRequest(
+        str(QUICKSTART), [f"model.name={model}"], tmp_path / "space.yaml", tmp_path, 2, None, ""
+    )
+    looked = search_space_checks.Looked(space, [], "cpu", {}, 96)
+
+    def trains(*_: object, **__: object) -> worker_process.Ended:
+        with (model / "model.safetensors").open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"\0\0\0\0")
+        return worker_process.Ended("complete", 1.0, "", 0.1, None)
+
+    monkeypatch.setattr(worker_process, "run", trains)
+    with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
+        told, files = sweep_study.Told(), kept_runs.files_read(whole)
+        rest = study, Console(quiet=True), math.inf, told, files, list[Any]()
+        with pytest.raises(UserError, match="a file that the runs read changed") as raised:
+            sweep_study.one(sweep_study.Search(asked, whole, space, looked, *rest))
+        assert raised.value.problems[0].code == "data-changed"
+        assert [one.state for one in study.trials] == [TrialState.FAIL, TrialState.WAITING]
+
+
 def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
     """Two workers asked for the last one; if the one that got it is killed, it is run again all the same."""
     (tmp_path / "space.yaml").write_text("space: {adapter.r: {low: 2, high: 16}}")
@@ -349,7 +380,8 @@ def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
         worker_process, "run", lambda trial, *_, **__: ran.append(trial.folder.name) or complete
     )
     with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
-        rest = whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told(), list[Any]()
+        told, files = sweep_study.Told(), kept_runs.files_read(whole)
+        rest = whole, space, looked, study, Console(quiet=True), math.inf, told, files, list[Any]()
         job = sweep_study.Search(asked, *rest)
         sweep_study.one(job)
         study.ask().set_user_attr("worker", f"{platform.node()} 1 -3600.00")  # of a process that is gone

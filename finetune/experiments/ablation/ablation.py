@@ -36,6 +36,7 @@ from finetune.hardware.detection import Hardware
 from finetune.launch import launcher
 from finetune.preflight import checker
 from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import RunFolder
 
 BUSY = 0.05  # relative noise of wall-clock speed above which the CPU counts as shared
@@ -58,6 +59,9 @@ class Bench:
     file: AblationFile
     machine: Hardware
     screen: Console
+    recipe: Recipe
+    files: dict[str, str]
+    """`kept_runs.files_read` when the command started."""
     rank: str = ""
     held_out: str | None = None
     """File with a few validation examples. `None` if the recipe names no validation file."""
@@ -135,7 +139,8 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     optimizations.check_configs(steps)
     kept_runs.make_folder(request.folder, "ablate")
     hold(request, values_of(own))
-    bench = Bench(request, steps, detection.detect(), Console(quiet=quiet), rank(own.adapter.ours("r")))
+    files, screen = kept_runs.files_read(own), Console(quiet=quiet)
+    bench = Bench(request, steps, detection.detect(), screen, own, files, rank(own.adapter.ours("r")))
     place = request.folder / stem(request)
     few = steps.measure.held_out_rows
     bench.held_out = measured_run.cut_held_out(own.data.validation, place, few, bench.screen)
@@ -235,6 +240,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     job = measured_run.RunCommand(bench.request.path, values, folder, variant.mixed_precision, config)
     run = folder.relative_to(bench.request.folder)
     fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
+    kept_runs.check_unchanged(bench.files, kept_runs.files_read(bench.recipe), folder)
     found = measured_run.figures(folder, setup.warm_up)
     group.append(found)
     bench.latest = key(variant)

@@ -87,6 +87,8 @@ class ComparedRun(NamedTuple):
     recipe: Recipe
     folder: RunFolder
     identity: str
+    files: dict[str, str]
+    """`kept_runs.files_read` when the command started."""
     """Hash of the recipe and its data. A finished run with the same hash is kept."""
 
     @property
@@ -167,7 +169,8 @@ def plan(requested: ComparisonRequest, steps: dict[str, int] | None = None) -> l
                 problems |= {str(problem): problem for problem in error.problems}
                 codes.append(error.code)
             else:
-                jobs.append(ComparedRun(entrant, seed, recipe, folder, kept_runs.identity(recipe, data)))
+                own_identity, files = kept_runs.identity(recipe, data), kept_runs.files_read(recipe)
+                jobs.append(ComparedRun(entrant, seed, recipe, folder, own_identity, files))
     if problems:
         raise UserError(*problems.values(), code=min(codes))
     return jobs
@@ -295,7 +298,8 @@ def run_one(job: ComparedRun) -> str:
     """Train and evaluate. Return the reason if it fails, else an empty string.
 
     Raises:
-        UserError: the run failed differently on different processes (exit 5).
+        UserError: the run failed differently on different processes (exit 5), or a file changed since the
+            command started (exit 2).
     """
     before, started = clear_memory(), time.monotonic()
     try:
@@ -315,6 +319,9 @@ def run_one(job: ComparedRun) -> str:
                 code=Exit.TRAINING,
             ) from error
         return reason
+    collectives.from_main(
+        lambda: kept_runs.check_unchanged(job.files, kept_runs.files_read(job.recipe), job.folder.path)
+    )
     if PartialState().is_main_process:
         mark = {
             "identity": job.identity,
@@ -416,7 +423,8 @@ def measure(
             "eval.metric_for_best_model=loss",
         ]
         overrides += NO_EVALUATION if besides is not None else []
-        pilot = job._replace(recipe=load_recipe(requested.path, overrides), folder=RunFolder(place))
+        recipe = load_recipe(requested.path, overrides)
+        pilot = job._replace(recipe=recipe, folder=RunFolder(place), files=kept_runs.files_read(recipe))
         of_run = kept_runs.part("", place, PILOT_STEPS)
         with progress.phase(screen, f"measuring {job.entrant.type}", parts=1), of_run:
             reason = run_one(pilot)

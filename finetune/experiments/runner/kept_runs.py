@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core import progress, safe_files
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, raise_if_any
+from finetune.data import source_loading
 from finetune.experiments.runner import varied_keys
 from finetune.hub import client
 from finetune.models import base_identity
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Data, Recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
@@ -63,6 +65,49 @@ def identity(recipe: Recipe, data: list[str], *launch: object) -> str:
     values["train"].pop("output_dir", None)
     content = [values, *launch, data, base_identity.digest(recipe.model), named_files(recipe)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def contents(data: Data) -> dict[str, str]:
+    """Map each local training and validation file to the hash of its content."""
+    found = dict[str, str]()
+    for source, key in source_loading.named(data):
+        for path in source_loading.files_of(source, key) or ():
+            now = path.stat()
+            found[str(path)] = _content(path, now.st_mtime_ns, now.st_size)
+    return found
+
+
+@functools.cache
+def _content(path: Path, changed: int, size: int) -> str:
+    return client.sha256(path)
+
+
+def files_read(recipe: Recipe) -> dict[str, str]:
+    """Map each file that the runs of a recipe read to a hash. The base model has one for all its files."""
+    return {
+        **contents(recipe.data),
+        **named_files(recipe),
+        f"base model {recipe.model.name}": base_identity.digest(recipe.model),
+    }
+
+
+def check_unchanged(began: dict[str, str], now: dict[str, str], folder: Path) -> None:
+    """Check that no file has changed since the experiment began, or runs would not be comparable.
+
+    Raises:
+        UserError: a file changed, is new, or is gone (exit 2).
+    """
+    raise_if_any(
+        Problem(
+            "a file that the runs read changed while the experiment ran",
+            where=str(folder),
+            found=name,
+            fix="run the same command again when no other program writes to the file",
+            why="the runs would not be comparable",
+            code="data-changed",
+        )
+        for name in varied_keys.differing(began, now)
+    )
 
 
 def named_files(recipe: Recipe) -> dict[str, str]:

@@ -9,7 +9,6 @@ while the current run trains.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -31,7 +30,7 @@ from finetune.experiments.runner import kept_runs, varied_keys, worker_process
 from finetune.hub import client
 from finetune.recipe.adapter_types import in_few_steps
 from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Adapter, Data, Model, Train
+from finetune.recipe.schema import Adapter, Model, Train
 from finetune.run_folder.run_folder import RunFolder
 
 MARK = "ablate.json"
@@ -107,21 +106,9 @@ def identity(job: RunCommand) -> str:
     data = recipe.data.model_copy(update={"validation": name})
     config = client.sha256(Path(job.accelerate)) if job.accelerate else None
     moved = recipe.model_copy(update={"data": data})
-    return kept_runs.identity(moved, contents(recipe.data), [job.mixed_precision, config])
-
-
-def contents(data: Data) -> list[str]:
-    """Return the hash of each local training and validation file."""
-    found, named = [], source_loading.named(data)
-    for path in [path for source, key in named for path in source_loading.files_of(source, key) or ()]:
-        now = path.stat()
-        found.append(_content(path, now.st_mtime_ns, now.st_size))
-    return found
-
-
-@functools.cache
-def _content(path: Path, changed: int, size: int) -> str:
-    return client.sha256(path)
+    return kept_runs.identity(
+        moved, list(kept_runs.contents(recipe.data).values()), [job.mixed_precision, config]
+    )
 
 
 def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> str | None:
@@ -178,6 +165,7 @@ def make(job: RunCommand, *, cpu: bool) -> bool:
             ),
             code=Exit.STOPPED,
         )
+    kept_runs.check_unchanged({"its files": own}, {"its files": identity(job)}, job.folder)
     safe_files.make_folder(job.folder.parent, job.folder.name)
     failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
     mark = {

@@ -60,6 +60,8 @@ class Search(NamedTuple):
     screen: Console
     deadline: float
     told: Told
+    files: dict[str, str]
+    """`kept_runs.files_read` when the command started."""
     ran: list[Problem | None]
     """One entry for each trial of this process: the problem if it failed. Rejected values have no entry."""
 
@@ -102,7 +104,8 @@ def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
         pruner=pruner(found.space, recipe),
     ) as study:
         deadline = time.monotonic() + requested.seconds if requested.seconds is not None else float("inf")
-        job = Search(requested, recipe, found.space, found, study, screen, deadline, Told(), [])
+        files = kept_runs.files_read(recipe)
+        job = Search(requested, recipe, found.space, found, study, screen, deadline, Told(), files, [])
         try:
             accepted = hold(
                 study, requested.folder, search_space.identity(recipe, found.space, found.content)
@@ -317,10 +320,20 @@ def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
         epochs = values.get("train.num_train_epochs", job.recipe.train.num_train_epochs)
         with kept_runs.part(f"trial {drawn.number}", folder, steps, epochs):
             ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
+        check_files(job, drawn, ended)
         if ended.state != "lost":
             failed = _failed(f"trial {drawn.number} failed", ended.reason, folder.name)
             job.ran.append(failed if ended.state == "failed" else None)
     record(job, drawn, ended)
+
+
+def check_files(job: Search, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
+    """Raise a UserError if a file changed since the search began. The study runs the trial again later."""
+    try:
+        kept_runs.check_unchanged(job.files, kept_runs.files_read(job.recipe), job.asked.folder)
+    except UserError:
+        record(job, drawn, ended._replace(state="lost", value=None, reason="a file changed"))
+        raise
 
 
 def words_of(job: Search, values: dict[str, Any], folder: Path) -> list[str]:

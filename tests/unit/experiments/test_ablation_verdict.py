@@ -13,8 +13,9 @@ from finetune.core.console import Console
 from finetune.experiments.ablation import ablation, ablation_report, optimizations
 from finetune.experiments.ablation import verdict as ablation_verdict
 from finetune.experiments.ablation.optimizations import Optimization, Variant
-from finetune.experiments.runner import measured_run
+from finetune.experiments.runner import kept_runs, measured_run
 from finetune.hardware import detection
+from finetune.recipe.loader import load
 from support.paths import QUICKSTART, ROOT
 
 SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
@@ -36,7 +37,9 @@ def runs(
 
 def bench(**groups: list[Any]) -> ablation.Bench:
     asked = ablation.AblationRequest(str(QUICKSTART), [], Path("ablation.yaml"), Path("results"))
-    made = ablation.Bench(asked, SHIPPED, detection.detect(), Console(quiet=True))
+    here, recipe = detection.detect(), load(QUICKSTART)
+    files = kept_runs.files_read(recipe)
+    made = ablation.Bench(asked, SHIPPED, here, Console(quiet=True), recipe, files)
     made.groups = {ablation.key(Variant(None, {"is": name})): group for name, group in groups.items()}
     return made
 

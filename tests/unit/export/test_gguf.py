@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import normalizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core import packages
@@ -194,6 +196,72 @@ def test_pre_of_refuses_a_way_to_split_that_llama_cpp_lacks() -> None:
     with pytest.raises(UserError, match="how this tokenizer splits a text"):
         gguf_tokenizer.pre_of(content)
     assert gguf_tokenizer.pre_of(json.loads((exports.QUICKSTART_TOKENIZER).read_text())) == "superbpe"
+
+
+SPLIT = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": False}
+METASPACE = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        *(
+            ("chatml", {"normalizer": {"type": name}})
+            for name in ("Lowercase", "NFKC", "NFD", "StripAccents")
+        ),
+        ("chatml", {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]}}),
+        ("chatml", {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}}),
+        ("chatml", {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}),
+        ("spm", {"normalizer": {"type": "Lowercase"}}),
+        ("spm", {"normalizer": None}),
+        ("spm", {"pre_tokenizer": SPLIT}),
+        ("spm", {"normalizer": None, "pre_tokenizer": METASPACE}),
+    ],
+)
+def test_tokenizer_that_changes_texts_in_a_way_that_llama_cpp_lacks_is_refused(
+    kind: str, changed: dict[str, Any]
+) -> None:
+    content = json.loads(exports.tokenizer_of(kind).backend_tokenizer.to_str())
+    with pytest.raises(UserError, match="does not support how this tokenizer changes a text"):
+        gguf_tokenizer.check_normalizer({**content, **changed})
+
+
+@pytest.mark.parametrize("kind", ["chatml", "gpt2", "spm", "gemma"])
+def test_tokenizer_that_changes_texts_as_llama_cpp_does_is_accepted(kind: str) -> None:
+    content = json.loads(exports.tokenizer_of(kind).backend_tokenizer.to_str())
+    gguf_tokenizer.check_normalizer(content)
+    normal = {"type": "Sequence", "normalizers": [{"type": "NFC"}, *gguf_tokenizer.SPACES]}
+    if kind in ("spm", "gemma"):
+        gguf_tokenizer.check_normalizer({**content, "normalizer": normal})
+        metaspace = {**METASPACE, "replacement": "▁"}
+        gguf_tokenizer.check_normalizer({**content, "normalizer": None, "pre_tokenizer": metaspace})
+        cut = gguf_tokenizer.CUT_AT_SPACES
+        gguf_tokenizer.check_normalizer({**content, "pre_tokenizer": cut})
+    else:
+        gguf_tokenizer.check_normalizer({**content, "normalizer": {"type": "NFC"}})
+
+
+def test_nfc_is_a_note() -> None:
+    tokenizer = exports.tokenizer_of("chatml")
+    assert gguf_tokenizer.notes(tokenizer) == []
+    changed = copy.deepcopy(tokenizer)
+    changed.backend_tokenizer.normalizer = normalizers.NFC()
+    assert "does not apply the tokenizer's NFC" in gguf_tokenizer.notes(changed)[0]
+
+
+def test_longrope_is_served_in_the_context_of_its_short_factors() -> None:
+    """llama.cpp chooses the factors by the size of the context, transformers by the length of the text."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512,
+        "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    }  # fmt: skip
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 2048}
+    sizes |= {"original_max_position_embeddings": 512}
+    config: Any = AutoConfig.for_model("phi3", **sizes, pad_token_id=0, rope_parameters=rope)
+    assert gguf_families.short_context(config) == 512
+    assert "a context of 512 tokens" in gguf_families.notes(config)[0]
+    plain: Any = AutoConfig.for_model("phi3", **sizes, pad_token_id=0)
+    assert gguf_families.short_context(plain) is None and gguf_families.notes(plain) == []
 
 
 def test_k_quants_without_llama_cpp_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

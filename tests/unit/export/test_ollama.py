@@ -89,3 +89,52 @@ def test_parts_of_refuses_text_that_would_end_the_template_or_a_part(text: str) 
     turn += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
     with pytest.raises(UserError, match="characters that end a Go template"):
         ollama_export.parts_of(tokenizer_with(turn + f"{{{{ {text!r} }}}}{{% endif %}}"), opens=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("", []),
+        ("{% set messages = messages[1:] if messages[0].role == 'system' else messages %}", ["system"]),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}", ["system"]),
+        ("trim", ["spaces"]),
+        ("last", ["reasoning"]),
+    ],
+)
+def test_differences_names_chats_that_no_validation_chat_shows(change: str, expected: list[str]) -> None:
+    template = exports.CHATML
+    assert "message['content']" in template
+    if change == "trim":
+        template = template.replace("message['content']", "message['content'] | trim")
+    elif change == "last":
+        template = template.replace("message['content']", "message['content'].split('</think>\n\n')[-1]")
+    else:
+        template = change + template
+    tokenizer = tokenizer_with(template)
+    parts = ollama_export.parts_of(tokenizer, opens=False)
+    found = ollama_export.differences(parts, tokenizer, opens=False)
+    assert len(found) == len(expected)
+    assert all(word in text for word, text in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("name", list(bundled()))
+def test_bundled_template_that_is_written_differently_is_named(name: str) -> None:
+    """A chat that no note names is written as the tokenizer's template writes it."""
+    tokenizer = tokenizer_with(bundled()[name])
+    try:
+        parts = ollama_export.parts_of(tokenizer, opens=False)
+    except UserError:
+        return
+    notes = " ".join(ollama_export.differences(parts, tokenizer, opens=False))
+    chats = {
+        "system": [SYSTEM, CHAT[0]],
+        "several turns": [*CHAT[:2], {"role": "user", "content": "Why?"}],
+        "spaces": [CHAT[2]],
+        "reasoning": [CHAT[0], {"role": "assistant", "content": "<think>\nso\n</think>\n\nyes"}, CHAT[0]],
+    }
+    for word, chat in chats.items():
+        try:
+            same = parts.render(chat) == rendered(tokenizer, chat)
+        except Exception:  # the template refuses the chat
+            same = False
+        assert same or word in notes, (word, notes)
