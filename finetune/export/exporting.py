@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from finetune.core import progress, safe_files
 from finetune.evaluation import reopen
 from finetune.export import (
+    adapter_template,
     export_source,
     merged_files,
     merging,
@@ -31,6 +32,7 @@ from finetune.export import (
 )
 from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import Expected
+from finetune.models import tokenizer_setup
 
 REPORT = "export.json"
 
@@ -140,6 +142,9 @@ def run(
         write = targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write
         with progress.part("writing the files and checking their answers"):
             report |= write(job, packed)
+        if adapter and tokenizer_setup.foreign_template(recipe.model, tokenizer):
+            ends = tokenizer.convert_ids_to_tokens(job.expected.stops)
+            report = adapter_template.add(packed, tokenizer, ends, report)
         if notes := [*left, *report.get("notes", [])]:
             report["notes"] = notes
         report["seconds"] = round(time.monotonic() - started, 1)

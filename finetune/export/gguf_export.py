@@ -18,6 +18,7 @@ from finetune.core import packages, safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.model_config import ModelConfig
 from finetune.core.paths import writing
+from finetune.data.chat_texts import render_chat
 from finetune.export import gguf_families, gguf_file, gguf_lora, gguf_readers, gguf_tokenizer, serving_check
 from finetune.export.export_job import ExportJob
 from finetune.export.gguf_families import Family, GgufTensor, in_pairs, rope_tensors
@@ -121,8 +122,16 @@ def file_type(quantize: str) -> int:
 
 
 def opens(job: ExportJob) -> bool:
-    """Return whether the prompts of the evaluation start with the BOS token."""
-    return bool(job.expected.prompts) and job.expected.prompts[0][:1] == [job.tokenizer.bos_token_id]
+    """Return whether prompts start with the BOS token: those of the evaluation, or else a short one."""
+    tokenizer: Any = job.tokenizer
+    if job.expected.prompts:
+        prompt = job.expected.prompts[0]
+    elif tokenizer.chat_template:
+        text = render_chat(tokenizer, [{"role": "user", "content": "a"}])
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        prompt = tokenizer("a")["input_ids"]
+    return bool(prompt[:1] == [tokenizer.bos_token_id])
 
 
 def rows_of(tensors: list[gguf_families.GgufTensor], source: gguf_file.Checkpoint) -> int:

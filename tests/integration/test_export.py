@@ -170,6 +170,25 @@ def test_export_to_vllm_of_an_adapter_follows_the_rules_of_its_loader(
     assert "DoRA" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("to", ["gguf", "mlx", "vllm", "compressed-tensors"])
+def test_export_of_an_adapter_names_the_run_s_template_if_the_base_model_has_another(
+    to: str, trained: Callable[..., RunFolder], tmp_path: Path
+) -> None:
+    """A server takes the template from the files of the base model."""
+    needed = {"gguf": "gguf", "compressed-tensors": "compressed_tensors"}.get(to)
+    if needed and not packages.installed(needed):
+        pytest.skip(f"needs the package {needed}")
+    run = trained()
+    base = Path(shutil.copytree(MODEL, tmp_path / "base"))
+    (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    report = export(run, f"model.name={base}", "--to", to, "--adapter")
+    assert all(" --chat-template" in line and "chat_template.jinja" in line for line in report["serve"])
+    assert "another chat template than the base model" in " ".join(report["notes"])
+    assert "must end an answer at <|im_end|>" in " ".join(report["notes"])
+    template = (run.path / f"export-{to}-adapter" / "chat_template.jinja").read_text()
+    assert "<|im_start|>" in template and (to not in ("gguf", "mlx") or "{% generation" not in template)
+
+
 def test_export_of_an_adapter_copies_no_file_that_it_does_not_know(trained: Callable[..., RunFolder]) -> None:
     run = trained()
     for name in ("evil.py", "id_rsa", "training_args.bin", "notes.txt"):

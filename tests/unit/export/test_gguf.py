@@ -6,18 +6,20 @@ import copy
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import normalizers
+from tokenizers import normalizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core import packages
 from finetune.core.errors import UserError
 from finetune.data.encoding import Encoded
 from finetune.export import gguf_families, gguf_tokenizer, serving_check
+from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import AnswerToken, Expected, Reader
 from support import exports
 from support.soak import soak_except
@@ -247,6 +249,24 @@ def test_nfc_is_a_note() -> None:
     changed = copy.deepcopy(tokenizer)
     changed.backend_tokenizer.normalizer = normalizers.NFC()
     assert "does not apply the tokenizer's NFC" in gguf_tokenizer.notes(changed)[0]
+
+
+@pytest.mark.parametrize("kind", ["chatml", "llama3", "spm", "gemma"])
+@pytest.mark.parametrize("chats", [True, False])
+def test_opens_without_a_validation_set_is_what_it_is_with_one(kind: str, chats: bool) -> None:
+    tokenizer = copy.deepcopy(exports.tokenizer_of(kind))
+    if not chats:
+        tokenizer.chat_template = None
+    if tokenizer.bos_token:
+        start = (tokenizer.bos_token, tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{start[0]} $A", special_tokens=[start]
+        )
+    expected = Expected([], [], [], torch.zeros(0), [], [], None, None)
+    job = ExportJob("a", Path(), None, tokenizer, expected, "f16", "base")
+    assert gguf_export.opens(job) == (tokenizer.bos_token is not None)
+    with_prompt = replace(job, expected=expected._replace(prompts=[[5]]))
+    assert gguf_export.opens(with_prompt) is False
 
 
 def test_longrope_is_served_in_the_context_of_its_short_factors() -> None:
