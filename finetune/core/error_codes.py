@@ -160,6 +160,10 @@ CODES = {
         "A disk is full, or a file can't be written. Free some space and run the command again "
         "with --resume=auto."
     ),
+    "process-limit": (
+        "The system refused a new process or thread. Raise the limit with `ulimit -u`, or the limit of "
+        "processes of the container."
+    ),
     "path": (
         "finetune can't open a path: it is too long, a folder in place of a file, deleted by another "
         "program, or access is denied. Or too many files are open."

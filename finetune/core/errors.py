@@ -45,6 +45,8 @@ LONGEST_TEXT = 2000  # characters of a text of an error
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errno values of an OSError: the disk is full
 TOO_MANY = (errno.EMFILE, errno.ENFILE)  # errno values of an OSError: too many files are open
+# Texts of Python and of Rust's rayon at a limit of processes and threads, which have no type for it
+NO_THREAD = re.compile("can't start new thread|ThreadPoolBuildError")
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # in the message of a library in Rust, such as safetensors
 OUT_OF_MEMORY = (
     "close other programs, use a smaller model, or use a machine with more memory; `free -h` shows it"
@@ -272,6 +274,17 @@ def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
                 code="path",
             )
         )
+    if is_process_limit(error):
+        return UserError(
+            Problem(
+                "the system starts no more processes or threads",
+                found=" ".join(str(error).split())[:LONGEST],
+                fix="raise the limit (`ulimit -u`, or the limit of processes of the container), and run the "
+                "command again",
+                code="process-limit",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     number, where = (error.errno, error.filename) if isinstance(error, OSError) else (_rust_errno(error), "")
     if number in TOO_MANY:
         return UserError(
@@ -296,6 +309,12 @@ def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
         ),
         code=Exit.ENVIRONMENT,
     )
+
+
+def is_process_limit(error: Exception) -> bool:
+    """Return whether the system refused a new process or thread."""
+    at_fork = isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN and not error.filename
+    return at_fork or bool(NO_THREAD.search(str(error)))
 
 
 def _changed_file(error: Exception, doing: str) -> UserError | None:

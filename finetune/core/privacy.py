@@ -97,8 +97,14 @@ CHANGES, ENTROPY = 0.3, 3.4
 # Documented switches:
 # - HF_HUB_DISABLE_TELEMETRY for huggingface_hub, through which TRL reports each run. It is read at import.
 # - DO_NOT_TRACK (donottrack.sh) for huggingface_hub and MLflow.
+# - HF_UPDATE_DOWNLOAD_COUNTS for datasets, which sends the name of each dataset to a counter of downloads.
 # - transformers' request that the Hub converts a repository without safetensors.
-SWITCHES = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "DISABLE_SAFETENSORS_CONVERSION": "1"}
+SWITCHES = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    "DISABLE_SAFETENSORS_CONVERSION": "1",
+}
 
 
 def switch_off_telemetry() -> None:

@@ -71,6 +71,8 @@ def text(name: str) -> str:
 def copy(name: str, target: Path) -> list[Path]:
     """Copy a recipe and the shipped files that it names into `target`, and return the new files.
 
+    Files that exist stay. The recipe is written last, so the same call completes an interrupted copy.
+
     Raises:
         UserError: there is no such recipe, a file of that name exists, or a link is in the way (exit 2).
     """
@@ -88,20 +90,25 @@ def copy(name: str, target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     written = [destination]
     for path in _named_files(strict_yaml.parse(content, name).value):
-        if not (target / path).exists():
-            _copy_files(folder("examples").parent / path, target, path)
+        if _copy_files(folder("examples").parent / path, target, path):
             written.append(target / path)
     safe_files.write_text(target, destination.name, re.sub(r"(?<=\$schema=)\S+", str(SCHEMA), content))
     return written
 
 
-def _copy_files(source: Path, target: Path, name: str) -> None:
-    """Copy a shipped file or folder to `name` below `target`, without following a link there."""
+def _copy_files(source: Path, target: Path, name: str) -> bool:
+    """Copy a shipped file or folder to `name` below `target`, without following a link there.
+
+    Returns:
+        Whether a file was missing.
+    """
     files = [source] if source.is_file() else [file for file in sorted(source.rglob("*")) if file.is_file()]
-    for file in files:
+    missing = [file for file in files if not (target / name / file.relative_to(source)).exists()]
+    for file in missing:
         copied = Path(name) / file.relative_to(source)
         safe_files.make_folder(target, str(copied.parent))
         safe_files.write_bytes(target, str(copied), file.read_bytes())
+    return bool(missing)
 
 
 def _named_files(value: object) -> list[str]:

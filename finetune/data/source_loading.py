@@ -28,6 +28,8 @@ RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
 FAR = 0.1  # a larger relative difference from the requested size gives a note
 MOST_SOURCES = 200  # of one recipe
 LOOKED_AT = 1000  # entries of a folder without data that are searched for a hint
+State = tuple[int, int, int]  # of a file; see `state_of`
+NO_STATE = -1, -1, -1  # of a file that does not exist
 COUNTED = 2**26  # bytes; the examples of larger files are not counted for a note
 
 
@@ -297,8 +299,8 @@ def _read_from(data: Data, held_out: bool) -> list[tuple[Source, str]]:
     return named(data)
 
 
-def file_states(data: Data, held_out: bool = False) -> dict[str, tuple[int, int]]:
-    """Map each local file of the data to its size in bytes and its modification time in nanoseconds.
+def file_states(data: Data, held_out: bool = False) -> dict[str, State]:
+    """Map each local file of the data to its `state_of`.
 
     Args:
         held_out: include only the files that validation examples are read from.
@@ -307,22 +309,25 @@ def file_states(data: Data, held_out: bool = False) -> dict[str, tuple[int, int]
     return {str(path): state_of(path) for path in paths}
 
 
-def state_of(path: str | Path) -> tuple[int, int]:
-    """Return the size of a file in bytes and its modification time in nanoseconds, or -1 and -1."""
+def state_of(path: str | Path) -> State:
+    """Return the size of a file in bytes and the times of its last changes, or NO_STATE.
+
+    Copies can keep the modification time of another file. The time of the last status change is always new.
+    """
     try:
         found = os.stat(path)
     except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
+        return NO_STATE
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def check_unchanged(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+def check_unchanged(before: dict[str, State], after: dict[str, State]) -> None:
     """Check that no other program has written to the data between two calls of `file_states`.
 
     Otherwise the hash of a file may not belong to the examples that were read from it.
 
     Raises:
-        UserError: a file has another size or modification time, is new, or is gone (exit 2).
+        UserError: a file has another size or time, is new, or is gone (exit 2).
     """
     raise_if_any(
         Problem(

@@ -281,10 +281,10 @@ def _ends(path: Path) -> str:
     return f"sha256 of the first and last MiB {digest.hexdigest()[:16]}"
 
 
-def _generate(shards: list[Shard], states: dict[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def _generate(shards: list[Shard], states: dict[str, source_loading.State]) -> Iterator[dict[str, Any]]:
     """Yield the rows of shards as columns. Files must keep their size and modification time."""
     for shard in shards:
-        path, state = shard[0], states.get(shard[0], (-1, -1))  # a new file has no state
+        path, state = shard[0], states.get(shard[0], source_loading.NO_STATE)  # a new file has no state
         source_loading.check_unchanged({path: state}, {path: source_loading.state_of(path)})
         for row in _read(shard):
             if isinstance(row, BadRow):

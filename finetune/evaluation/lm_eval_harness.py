@@ -336,6 +336,8 @@ def _evaluate(
     simple_evaluate: Any = lm_eval.simple_evaluate  # the decorator hides the type
 
     own = all(isinstance(spec, dict) for spec in specs)
+    if settings.engine == "hf" and scoring.reads_padding(model):
+        batch_size = 1  # lm-eval pads prompts on the left
     with heard():
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size, date)
         engine.add_bos_token = False if texts.chat or texts.bos_before else None

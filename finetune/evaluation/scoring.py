@@ -18,7 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,6 +35,11 @@ from finetune.recipe.schema import Data, Eval
 from finetune.speed import packing_isolation
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
+READ_PADDING = frozenset({"deepseek_v32", "deepseek_v4", "glm_moe_dsa", "recurrent_gemma", "rwkv"})
+"""Model types whose layers read padding on the left, although the attention mask hides it.
+
+RWKV also mixes the prompts of a batch when it generates (transformers 5.22).
+"""
 LESS_MEMORY = (
     "train.per_device_train_batch_size=1, speed.activation_checkpointing=full, eval.batch_size=4, "
     "adapter.type=qlora"
@@ -274,6 +279,16 @@ def _weights(documents: list[Encoded], width: int) -> torch.Tensor:
     return torch.tensor([[*row, *[0.0] * (width - len(row))][1:] for row in rows], dtype=torch.float64)
 
 
+def reads_padding(model: PreTrainedModel | PeftModel) -> bool:
+    """Return whether padding on the left changes the answers of a model.
+
+    For prompt tuning, PEFT puts the padding between the trained vectors and the prompt.
+    """
+    kind = model.active_peft_config if isinstance(model, PeftModel) else None
+    before_padding = kind and kind.is_prompt_learning and kind.peft_type != PeftType.PREFIX_TUNING
+    return bool(before_padding) or model.config.get_text_config().model_type in READ_PADDING
+
+
 def batches(
     lengths: list[int], batch_size: int, room: int = 0, positions: int | None = None
 ) -> Iterator[list[int]]:
@@ -330,6 +345,8 @@ def greedy_answers(
 ) -> list[tuple[str, bool]]:
     """Generate at most `room` tokens after each prompt. Prompts are padded on the left.
 
+    A model for which `reads_padding` holds gets one prompt at a time.
+
     Returns:
         (stripped text, whether the end-of-turn token was emitted) for each prompt.
     """
@@ -337,7 +354,8 @@ def greedy_answers(
     stops = stop_ids(model, tokenizer)
     answers, positions = [("", False)] * len(prompts), token_limits.positions(model.config)
     lengths = [len(prompt) for prompt in prompts]
-    for batch in progress.track(batches(lengths, batch_size, room, positions), len(prompts)):
+    size = 1 if reads_padding(model) else batch_size
+    for batch in progress.track(batches(lengths, size, room, positions), len(prompts)):
         width = max(len(prompts[index]) for index in batch)
         greedy = GenerationConfig(
             max_new_tokens=max(1, min(room, positions - width)) if positions else room,

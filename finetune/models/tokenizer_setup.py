@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import regular_files, untrusted_files
-from finetune.core.errors import Problem, UserError, panics_as_errors, stage
+from finetune.core.errors import Problem, UserError, is_process_limit, panics_as_errors, stage
 from finetune.core.weight_files import DOWNLOAD
 from finetune.models import model_files, tokenizer_limits
 from finetune.recipe import upstream_options
@@ -148,7 +148,9 @@ def can_encode(backend: Tokenizer) -> bool:
             backend.decode_batch([[], *([number] for _, number in shortest)])
             loses_spaces = backend.decode(ids[0]).strip().casefold() == WORDS.replace(" ", "").casefold()
             return all(ids) and not loses_spaces and all(_tells_apart(backend, group) for group in ALPHABETS)
-    except Exception:  # the library's one type for every fault
+    except Exception as error:  # the library's one type for every fault
+        if is_process_limit(error):
+            raise
         return False
 
 

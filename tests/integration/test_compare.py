@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -141,6 +143,34 @@ def test_a_file_that_changes_between_two_runs_is_an_error(
     said = run(tmp_path / "out", *given, "--adapters", "lora", "--seeds", "2", code=2)
     assert "a file that the runs read changed" in said and "[data-changed]" in said
     assert len(trained) == 1 and not (trained[0] / comparison.MARK).exists()
+
+
+def test_two_comparisons_at_once_in_one_folder_are_an_error(run, tmp_path, monkeypatch) -> None:
+    """The second one would move the run aside that the first one trains."""
+    train = comparison.pipeline.run
+    said = list[str]()
+
+    def another_starts(recipe, verbosity) -> None:
+        words = [
+            "compare",
+            str(QUICKSTART),
+            "--adapters",
+            "lora",
+            "--seeds",
+            "1",
+            "--output",
+            str(tmp_path / "c"),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "finetune", *words], capture_output=True, text=True, check=False
+        )
+        said.append(f"{done.returncode} {done.stderr}")
+        train(recipe, verbosity=verbosity)
+
+    monkeypatch.setattr(comparison.pipeline, "run", another_starts)
+    run(tmp_path / "c", "--adapters", "lora", "--seeds", "1")
+    assert said[0].startswith("2 ") and "another command uses the folder of this experiment" in said[0]
+    assert sorted(path.name for path in (tmp_path / "c").iterdir() if path.is_dir()) == ["lora-seed42"]
 
 
 def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:

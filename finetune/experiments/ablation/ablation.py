@@ -36,7 +36,6 @@ from finetune.hardware.detection import Hardware
 from finetune.launch import launcher
 from finetune.preflight import checker
 from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import RunFolder
 
 BUSY = 0.05  # relative noise of wall-clock speed above which the CPU counts as shared
@@ -59,7 +58,6 @@ class Bench:
     file: AblationFile
     machine: Hardware
     screen: Console
-    recipe: Recipe
     files: dict[str, str]
     """`kept_runs.files_read` when the command started."""
     rank: str = ""
@@ -79,6 +77,9 @@ class Bench:
     """The `key` of the variant that ran last."""
     kept_seconds: float = 0.0
     """Total time of the runs that an earlier command finished."""
+
+    def recipe(self) -> Any:
+        return load_recipe(self.request.path, self.request.overrides)
 
     def of(self, variant: Variant) -> list[dict[str, Any]]:
         return self.groups.get(key(variant), [])
@@ -138,9 +139,16 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     optimizations.check_baseline(own, request.path, request.overrides, steps)
     optimizations.check_configs(steps)
     kept_runs.make_folder(request.folder, "ablate")
+    with kept_runs.claimed(request.folder / stem(request)):
+        return measure_all(request, steps, quiet=quiet)
+
+
+def measure_all(request: AblationRequest, steps: AblationFile, *, quiet: bool) -> dict[str, Any]:
+    """Measure each optimization alone and on top of the others. Otherwise as `run`."""
+    own = load_recipe(request.path, request.overrides)
     hold(request, values_of(own))
     files, screen = kept_runs.files_read(own), Console(quiet=quiet)
-    bench = Bench(request, steps, detection.detect(), screen, own, files, rank(own.adapter.ours("r")))
+    bench = Bench(request, steps, detection.detect(), screen, files, rank(own.adapter.ours("r")))
     place = request.folder / stem(request)
     few = steps.measure.held_out_rows
     bench.held_out = measured_run.cut_held_out(own.data.validation, place, few, bench.screen)
@@ -240,7 +248,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     job = measured_run.RunCommand(bench.request.path, values, folder, variant.mixed_precision, config)
     run = folder.relative_to(bench.request.folder)
     fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
-    kept_runs.check_unchanged(bench.files, kept_runs.files_read(bench.recipe), folder)
+    kept_runs.check_unchanged(bench.files, kept_runs.files_read(bench.recipe()), folder)
     found = measured_run.figures(folder, setup.warm_up)
     group.append(found)
     bench.latest = key(variant)

@@ -108,6 +108,12 @@ def run(requested: ComparisonRequest, *, quiet: bool = False) -> dict[str, Any]:
     """
     jobs = plan(requested)
     kept_runs.make_folder(requested.folder, "compare")
+    with kept_runs.claimed(requested.folder):
+        return train_and_compare(jobs, requested, quiet)
+
+
+def train_and_compare(jobs: list[ComparedRun], requested: ComparisonRequest, quiet: bool) -> dict[str, Any]:
+    """Train all runs that are not kept, and write the tables. Otherwise as `run`."""
     state = collectives.joined(detection.detect().device)
     collectives.failures()
     screen = Console(quiet=quiet or not state.is_main_process)

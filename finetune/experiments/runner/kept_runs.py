@@ -9,19 +9,19 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from finetune.core import progress, safe_files
-from finetune.core.errors import Problem, UserError, raise_if_any
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.data import source_loading
 from finetune.experiments.runner import varied_keys
 from finetune.hub import client
 from finetune.models import base_identity
 from finetune.recipe.schema import Data, Recipe
-from finetune.run_folder import run_folder
+from finetune.run_folder import lock, run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 TAIL = 8_192  # bytes at the end of metrics.jsonl, which hold several lines
@@ -54,6 +54,31 @@ def make_folder(folder: Path, command: str) -> None:
     run_folder.refuse_links(folder)
 
 
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Lock the folder of an experiment, so that no other command moves its runs aside.
+
+    Raises:
+        UserError: another command uses the folder (exit 2).
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.claimed(str(folder), folder.name))
+        except UserError as error:
+            if error.code != Exit.INPUT:
+                raise
+            raise UserError(
+                Problem(
+                    "another command uses the folder of this experiment",
+                    where=str(folder),
+                    found=error.problems[0].found,
+                    fix="wait until it has ended, or choose another folder with --output",
+                    code="experiment",
+                )
+            ) from None
+        yield
+
+
 def identity(recipe: Recipe, data: list[str], *launch: object) -> str:
     """Return a hash of everything that determines the result of a run, except the machine.
 
@@ -72,13 +97,12 @@ def contents(data: Data) -> dict[str, str]:
     found = dict[str, str]()
     for source, key in source_loading.named(data):
         for path in source_loading.files_of(source, key) or ():
-            now = path.stat()
-            found[str(path)] = _content(path, now.st_mtime_ns, now.st_size)
+            found[str(path)] = _content(path, source_loading.state_of(path))
     return found
 
 
 @functools.cache
-def _content(path: Path, changed: int, size: int) -> str:
+def _content(path: Path, state: source_loading.State) -> str:
     return client.sha256(path)
 
 

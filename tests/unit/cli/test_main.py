@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 import finetune
 from finetune.cli import arguments, main
 from finetune.core import command_lines, error_codes, errors
 from finetune.distributed import collectives, launch_environment
-from support.paths import QUICKSTART, ROOT
+from finetune.models import tokenizer_setup
+from support.paths import MODEL, QUICKSTART, ROOT
 
 TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
 
@@ -196,6 +199,10 @@ def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
     assert main.main(["check", "quickstart.yaml"]) == 0
     assert main.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 2
     assert "does not overwrite an existing file" in capsys.readouterr().err
+    for missing in ("quickstart.yaml", "examples/tiny_llama/model/config.json"):  # the first call was killed
+        (tmp_path / missing).unlink()
+    assert main.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 0
+    assert main.main(["check", "quickstart.yaml"]) == 0
     assert main.main(["recipes", "--copy", str(tmp_path)]) == 2
     assert "the name of the recipe is missing" in capsys.readouterr().err
     (tmp_path / "file").touch()
@@ -445,6 +452,29 @@ def test_too_many_open_files_are_one_message(capsys) -> None:
 
     assert main.guarded(opens, argparse.Namespace(debug=False)).code == 3
     assert "too many files are open (data.jsonl)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        RuntimeError("can't start new thread"),
+        errors.Panic(
+            "The global thread pool has not been initialized.: ThreadPoolBuildError { kind: IOError }"
+        ),
+    ],
+)
+def test_limit_of_processes_is_one_message(error: Exception, capsys, monkeypatch) -> None:
+    def starts(*_: object) -> NoReturn:
+        raise error
+
+    assert main.guarded(starts, argparse.Namespace(debug=False)).code == 3
+    said = capsys.readouterr().err
+    assert "error: the system starts no more processes or threads [process-limit]" in said
+    monkeypatch.setattr(tokenizer_setup, "_tells_apart", starts)
+    backend = AutoTokenizer.from_pretrained(MODEL).backend_tokenizer
+    with pytest.raises(type(error)):
+        tokenizer_setup.can_encode(backend)
 
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE", "ACCELERATE_GRADIENT_CLIPPING")

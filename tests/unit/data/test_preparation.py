@@ -1,6 +1,7 @@
 """The way of rows into the cache: found again by content, and by nothing else."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) ->
     assert not cached(name=moved), "its rows would be a.jsonl's"
 
 
-@pytest.mark.parametrize("written", ["a", "b"])
+@pytest.mark.parametrize("written", ["a", "b", "a with its earlier time"])
 def test_data_that_changes_while_it_is_read_is_not_stored_under_its_old_hash(
     written: str, tmp_path, tokenizer, monkeypatch
 ) -> None:
@@ -67,7 +68,10 @@ def test_data_that_changes_while_it_is_read_is_not_stored_under_its_old_hash(
     write(folder / "a.jsonl", "Maria.", "Omar.")
 
     def saved_by_another_program(place: Path) -> Path:
-        write(folder / f"{written}.jsonl", "Anna.", "Paul.")
+        before = (folder / "a.jsonl").stat()
+        write(folder / f"{written[0]}.jsonl", "Clara.", "Anna.")  # in as many characters as before
+        if len(written) > 1:  # as `cp -p` and `rsync` do
+            os.utime(folder / "a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
         return start(place)
 
     data = Data.model_validate({"name": str(folder), "cache_dir": str(cache)})
@@ -76,7 +80,7 @@ def test_data_that_changes_while_it_is_read_is_not_stored_under_its_old_hash(
         prepare(data, tokenizer, 0, None)
     monkeypatch.undo()
     assert not [*cache.rglob(prepared_cache.ROWS)]
-    (folder / f"{written}.jsonl").unlink()
+    (folder / f"{written[0]}.jsonl").unlink()
     write(folder / "a.jsonl", "Maria.", "Omar.")
     made = prepare(data, tokenizer, 0, None)
     assert not made.cached and "Omar." in trained(made, tokenizer)[1]

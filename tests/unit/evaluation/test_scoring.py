@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, LlamaConfig
+import torch
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from finetune.autoconfig import memory_estimate
 from finetune.core.errors import UserError
@@ -18,6 +20,7 @@ from finetune.data.preparation import HeldOut
 from finetune.evaluation import scoring, tasks
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.schema import Data, Eval, Model
+from support import architectures
 from support.paths import MODEL
 
 USER = {"role": "user", "content": "Hi there"}
@@ -115,3 +118,66 @@ def test_score_prompt_without_room_stops_every_process(rank: int, monkeypatch) -
     config = LlamaConfig(max_position_embeddings=64)
     with pytest.raises(UserError, match="leaves no room for an answer"):
         scoring.score(SimpleNamespace(config=config), tokenizer, rows, data, Eval())
+
+
+class Numbers:
+    """A tokenizer whose text is the token ids, and that never ends an answer."""
+
+    pad_token_id, eos_token_id, chat_template, special_tokens_map = 0, None, None, MappingProxyType({})
+
+    def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids.tolist()))
+
+
+def answers_in_batches(model: Any) -> tuple[list[str], list[str]]:
+    """The answers to seven prompts, one by one and in batches."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = (3, 9, 17, 9, 5, 12, 3)
+    prompts = [torch.randint(3, 97, (length,), generator=draw).tolist() for length in lengths]
+    tokenizer: Any = Numbers()
+    with torch.no_grad():
+        alone, together = (
+            [text for text, _ in scoring.greedy_answers(model, tokenizer, prompts, 12, size)]
+            for size in (1, 8)
+        )
+    return alone, together
+
+
+@pytest.mark.parametrize("family", ["llama", *sorted(scoring.READ_PADDING)])
+def test_answers_in_a_batch_are_those_of_each_prompt_alone(family: str, monkeypatch) -> None:
+    monkeypatch.setattr(scoring, "stop_ids", lambda *_: [])
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(architectures.config_of(family), dtype=torch.float32).eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and "conv" not in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    alone, together = answers_in_batches(model)
+    assert alone == together
+    monkeypatch.setattr(scoring, "reads_padding", lambda _: False)
+    assert (alone == answers_in_batches(model)[1]) == (family == "llama")
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
+@pytest.mark.parametrize(
+    ("config", "reads"),
+    [
+        (PromptTuningConfig(num_virtual_tokens=4), True),
+        (PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16), True),
+        (PrefixTuningConfig(num_virtual_tokens=4), False),
+        (LoraConfig(r=2), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_answers_of_an_adapter_in_a_batch_are_those_of_each_prompt_alone(
+    config: Any, reads: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(scoring, "stop_ids", lambda *_: [])
+    torch.manual_seed(0)
+    base: Any = AutoModelForCausalLM.from_config(architectures.config_of("llama"), dtype=torch.float32)
+    config.task_type = "CAUSAL_LM"
+    model: Any = get_peft_model(base, config).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    assert scoring.reads_padding(model) is reads
+    alone, together = answers_in_batches(model)
+    assert alone == together

@@ -37,9 +37,9 @@ def runs(
 
 def bench(**groups: list[Any]) -> ablation.Bench:
     asked = ablation.AblationRequest(str(QUICKSTART), [], Path("ablation.yaml"), Path("results"))
-    here, recipe = detection.detect(), load(QUICKSTART)
-    files = kept_runs.files_read(recipe)
-    made = ablation.Bench(asked, SHIPPED, here, Console(quiet=True), recipe, files)
+    here = detection.detect()
+    files = kept_runs.files_read(load(QUICKSTART))
+    made = ablation.Bench(asked, SHIPPED, here, Console(quiet=True), files)
     made.groups = {ablation.key(Variant(None, {"is": name})): group for name, group in groups.items()}
     return made
 
