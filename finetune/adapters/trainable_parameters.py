@@ -62,7 +62,8 @@ def train_in_fp32(model: torch.nn.Module) -> dict[str, torch.dtype]:
 def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return every tensor that must not change in training: frozen parameters and buffers.
 
-    AdaLoRA's `ranknum` belongs to the adapter, not to the base model.
+    AdaLoRA's `ranknum` belongs to the adapter, not to the base model. Frequencies of rotary embeddings can
+    change with the length of a sequence.
     """
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     tensors.update(model.named_buffers())
@@ -73,4 +74,5 @@ def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             del tensors[name]
             inner, _ = tensor.__tensor_flatten__()
             tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})
-    return {name: tensor for name, tensor in tensors.items() if "ranknum" not in name}
+    kept = (name for name in tensors if "ranknum" not in name and not name.endswith("inv_freq"))
+    return {name: tensors[name] for name in kept}

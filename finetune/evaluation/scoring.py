@@ -29,7 +29,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data import encoding
 from finetune.data.encoding import Encoded
 from finetune.data.preparation import HeldOut
-from finetune.models import token_limits
+from finetune.models import rotary_embeddings, token_limits
 from finetune.models.generation_config import declared_stops
 from finetune.recipe.schema import Data, Eval
 from finetune.speed import packing_isolation
@@ -249,7 +249,8 @@ def token_losses(
     found: list[tuple[float, float]] = [(0.0, 0)] * len(documents)
     encoded = [(document.ids, document.labels()) for document in documents]
     lengths = [len(ids) for ids, _ in encoded]
-    for indices in progress.track(batches(lengths, batch_size), len(encoded)):
+    alone = rotary_embeddings.batch_limit(model.config)
+    for indices in progress.track(batches(lengths, batch_size, alone=alone), len(encoded)):
         batch = [encoded[index] for index in indices]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=model.device)
@@ -290,21 +291,20 @@ def reads_padding(model: PreTrainedModel | PeftModel) -> bool:
 
 
 def batches(
-    lengths: list[int], batch_size: int, room: int = 0, positions: int | None = None
+    lengths: list[int], batch_size: int, room: int = 0, *, alone: int | None = None
 ) -> Iterator[list[int]]:
     """Yield indices of examples with similar lengths: at most `batch_size`, and EVALUATED_TOKENS tokens.
 
     Args:
-        room: tokens that are generated after each example. If an example leaves less room, it gets its own
-            batch, so that other answers are not cut short.
-        positions: maximum positions of the model. `None` means no limit.
+        room: tokens that are generated after each example.
+        alone: an example that is longer than this with its room gets its own batch. `None` means no limit.
     """
     order = sorted(
         range(len(lengths)), key=lambda index: -lengths[index]
     )  # longest first, so that memory errors appear early
     while order:
         size = max(1, min(batch_size, EVALUATED_TOKENS // max(1, lengths[order[0]])))
-        size = 1 if positions and lengths[order[0]] + room > positions else size
+        size = 1 if alone and lengths[order[0]] + room > alone else size
         yield order[:size]
         order = order[size:]
 
@@ -355,7 +355,10 @@ def greedy_answers(
     answers, positions = [("", False)] * len(prompts), token_limits.positions(model.config)
     lengths = [len(prompt) for prompt in prompts]
     size = 1 if reads_padding(model) else batch_size
-    for batch in progress.track(batches(lengths, size, room, positions), len(prompts)):
+    # A prompt that leaves less room must not cut other answers short, and a long one must not change them
+    limits = [limit for limit in (positions, rotary_embeddings.batch_limit(model.config)) if limit]
+    alone = min(limits, default=None)
+    for batch in progress.track(batches(lengths, size, room, alone=alone), len(prompts)):
         width = max(len(prompts[index]) for index in batch)
         greedy = GenerationConfig(
             max_new_tokens=max(1, min(room, positions - width)) if positions else room,

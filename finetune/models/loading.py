@@ -11,7 +11,13 @@ from finetune.core import upstream_private
 from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
-from finetune.models import checkpoint_headers, model_class, model_files, tokenizer_setup
+from finetune.models import (
+    checkpoint_headers,
+    model_class,
+    model_files,
+    rotary_embeddings,
+    tokenizer_setup,
+)
 from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
@@ -85,6 +91,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     choose_experts(loaded, checks)
+    rotary_embeddings.forget_longest(loaded)
     if storage in quantized_loading.QUANTIZED:
         by_fsdp = setup.launch.sharded == "FSDP"
         quantized_loading.check_and_pack(loaded, storage, checks, for_fsdp=by_fsdp, stored=bool(stored))
