@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import math
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
+from tokenizers import processors
 from transformers import GenerationConfig
 
 from finetune.autoconfig import launch_settings, mixed_precision
@@ -401,7 +403,7 @@ def language_model(
     precision = launch_settings.read().precision
     wrapped: Any = Limited(
         pretrained=model,
-        tokenizer=tokenizer,
+        tokenizer=without_ending(tokenizer),
         batch_size=batch_size,
         max_length=token_limits.positions(
             model.config
@@ -415,6 +417,24 @@ def language_model(
         wrapped.accelerator = Accelerator()
         upstream_private.set_rank(wrapped, state.process_index, state.num_processes)
     return wrapped
+
+
+def without_ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that adds no token after a text, as in training.
+
+    lm-eval would take such a token for a part of each prompt.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    found = backend and backend.encode("x", add_special_tokens=True)
+    if not found or not found.special_tokens_mask[-1]:
+        return tokenizer
+    size = found.special_tokens_mask.index(0)
+    opening = list(zip(found.tokens[:size], found.ids[:size], strict=True))
+    copied: Any = copy.deepcopy(tokenizer)
+    copied.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*(token for token, _ in opening), "$A"], special_tokens=opening
+    )
+    return copied
 
 
 def chat_text(

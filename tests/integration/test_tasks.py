@@ -408,6 +408,25 @@ def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
             assert said() == plain, name
 
 
+@pytest.mark.parametrize("opening", [[], ["<|im_start|>"]])
+def test_prompts_and_choices_have_no_end_that_a_tokenizer_adds_after_a_text(engine, opening) -> None:
+    """lm-eval would take it for a part of the prompt, and cut the choices at another token."""
+    plain, ending = copy.deepcopy(engine.tokenizer), copy.deepcopy(engine.tokenizer)
+    special = [(token, plain.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    for tokenizer, end in ((plain, []), (ending, ["<|im_end|>"])):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=[*opening, "$A", *end], special_tokens=special
+        )
+    wrapped = [lm_eval_harness.language_model(engine.model, each, 1, None) for each in (plain, ending)]
+    for read in (
+        lambda one: one._encode_pair("Once upon", " a time"),
+        lambda one: one.tok_encode("Once upon"),
+        lambda one: one.tok_batch_encode(["Once upon a time", "Once"])[0].tolist(),
+    ):
+        assert read(wrapped[0]) == read(wrapped[1])
+    assert ending("Once")["input_ids"][-1] == special[1][1], "the tokenizer itself stays as it is"
+
+
 def test_tasks_of_lm_eval_take_only_penalties_from_the_generation_config(engine, monkeypatch) -> None:
     own = engine.model.generation_config
     for name, value in OPTIONS.items():
