@@ -165,6 +165,14 @@ def keep_trainer_defaults(state: Translation, max_length: int, learning_rate: fl
     keep_last_weights(state)
 
 
+def warmup(state: Translation) -> None:
+    """Translate the warm-up as transformers does: a number of steps has priority over a share of them."""
+    if float(number(state.source.get("warmup_steps")) or 0) > 0:
+        state.same("warmup_ratio", "warmup_steps has priority")
+    elif state.source.get("warmup_ratio") is not None and "warmup_steps" in state.source:
+        state.record(SAME, "warmup_steps", state.take("warmup_steps"), "it is off")
+
+
 def duration(state: Translation) -> None:
     """Translate the length of the training: a number of steps has priority over epochs."""
     if int(number(state.source.get("max_steps")) or -1) > 0:

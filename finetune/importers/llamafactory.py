@@ -226,6 +226,8 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     _attention(state)
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)
     common.duration(state)
+    common.warmup(state)
+    _new_tokens(state)
     common.launch(state, gpus)
     _validation(state)
     if (neat := state.take("neat_packing", False)) or state.source.get("packing") is not None:
@@ -255,6 +257,19 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     common.trainer_arguments(state)
     _defaults(state)
     state.finish()
+
+
+def _new_tokens(state: Translation) -> None:
+    """Translate the keys for new tokens. LLaMA-Factory adds the tokens of all of them."""
+    given = [
+        key for key in ("add_tokens", "new_special_tokens", "add_special_tokens") if state.source.get(key)
+    ]
+    if len(given) > 1:  # one alone has a rule
+        texts = [state.take(key) for key in given]
+        tokens = [name.strip() for text in texts for name in text.split(",")]
+        state.recipe["model.add_tokens"] = list(dict.fromkeys(tokens))
+        for key, text in zip(given, texts, strict=True):
+            state.record(TRANSLATED, key, text, "a part of model.add_tokens")
 
 
 def _validation(state: Translation) -> None:

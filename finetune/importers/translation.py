@@ -70,6 +70,7 @@ class Translation:
 
     def __post_init__(self) -> None:
         self.given = dict(self.source)
+        self.origins = dict[str, str]()  # finetune key -> the tool's key that set it
         self.size = 0  # characters of the comments in the recipe
 
     def take(self, key: str, default: object = None) -> Any:
@@ -79,7 +80,14 @@ class Translation:
         return default if value is None else value
 
     def set(self, target: str, value: object, key: str, given: object) -> None:
-        """Set a finetune key, and record the key that it comes from."""
+        """Set a finetune key, and record the key that it comes from.
+
+        If another key of the tool has set it to another value, the first one stays, and the report says so.
+        """
+        first = self.origins.setdefault(target, key)
+        if first != key and self.recipe.get(target, value) != value:
+            self.unsupported(key, given, f"{first} sets {target} too; remove one of both")
+            return
         self.recipe[target] = value
         self.record(TRANSLATED, key, given, f"{target}: {value}")
 

@@ -113,6 +113,7 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)
     common.duration(state)
+    common.warmup(state)
     if config := state.take("accelerate_config"):
         _launch(state, str(config))
     common.launch(state, gpus)

@@ -57,7 +57,7 @@ def imported(tmp_path: Path, tool: str, **more: Any) -> Translation:
     (tmp_path / "data").mkdir(exist_ok=True)
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO))
     path = tmp_path / "theirs.yaml"
-    path.write_text(yaml.safe_dump(given))
+    path.write_text(yaml.safe_dump(given, sort_keys=False))
     return reading.import_recipe(path)
 
 
@@ -500,6 +500,32 @@ def test_a_compile_mode_that_excludes_checkpointing_is_not_kept(tmp_path) -> Non
     state = imported(tmp_path, "axolotl", gradient_checkpointing=True, **mode)
     assert kind_of(state, "torch_compile_mode") == {NOT_SUPPORTED}
     assert state.recipe["speed.compile"] is True
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("tool", "given", "target", "value"),
+    [
+        ("llamafactory", {"add_tokens": "<a>,<b>", "add_special_tokens": "<c>"}, "model.add_tokens", 3),
+        ("llamafactory", {"warmup_steps": 10, "warmup_ratio": 0.5}, "train.warmup_steps", 10),
+        ("llamafactory", {"warmup_steps": 0, "warmup_ratio": 0.5}, "train.warmup_steps", 0.5),
+        ("trl", {"warmup_steps": 10, "warmup_ratio": 0.5}, "train.warmup_steps", 10),
+        ("axolotl", {"warmup_steps": 10, "warmup_ratio": 0.5}, "train.warmup_steps", 10),
+    ],
+)
+def test_two_keys_with_one_meaning_do_not_depend_on_their_order(
+    tool: str, given: dict[str, Any], target: str, value: Any, first: bool, tmp_path
+) -> None:
+    state = imported(tmp_path, tool, **dict(sorted(given.items(), reverse=first)))
+    found = state.recipe[target]
+    assert (len(found) if isinstance(found, list) else found) == value
+    assert not any(NOT_SUPPORTED in kind_of(state, key) for key in given)
+
+
+def test_second_key_that_sets_another_value_is_named(tmp_path) -> None:
+    state = imported(tmp_path, "axolotl", adam_epsilon=1e-8, adam_eps=1e-6)
+    assert kind_of(state, "adam_epsilon") == {TRANSLATED} and kind_of(state, "adam_eps") == {NOT_SUPPORTED}
+    assert state.recipe["train.adam_epsilon"] == 1e-8
 
 
 def test_migration_page_is_made_from_the_importers_tables() -> None:
