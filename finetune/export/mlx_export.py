@@ -14,47 +14,27 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from transformers import AutoConfig
 
 from finetune.core import packages, safe_files
-from finetune.core.errors import Problem, UserError
 from finetune.core.model_config import ModelConfig
 from finetune.core.paths import writing
 from finetune.data.chat_texts import render_chat
 from finetune.data.encoding import Encoded
 from finetune.data.examples import Example
 from finetune.data.loss_mask import IGNORED
-from finetune.export import folder_export, gguf_file, gguf_lora, serving_check
+from finetune.export import folder_export, gguf_file, gguf_lora, mlx_families, serving_check
 from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import AnswerToken, Reader
 
 KINDS = ("bf16", "f32")
 KEY = re.compile(r"model\.layers\.\d+\.(?P<key>[\w.]+)")
-FAMILIES = (
-    "cohere", "cohere2", "deepseek", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "falcon_h1",
-    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
-    "granite", "granitemoe", "helium", "llama", "mamba", "mamba2", "mistral", "mixtral", "nemotron",
-    "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-"""Model types that mlx-lm 0.32 has (`mlx_lm/models/`) and that finetune trains. It opens mistral as llama."""
-
-
 PACKAGE = "mlx_lm"
 
 
 def check(config: ModelConfig, _quantize: str) -> None:
-    """Raise a UserError if mlx-lm lacks the family (exit 2)."""
-    kind = config.get_text_config().model_type
-    if kind not in FAMILIES:
-        raise UserError(
-            Problem(
-                "mlx-lm does not have this model family",
-                found=f"model_type: {kind}",
-                expected=", ".join(FAMILIES),
-                fix="--to vllm",
-                code="export",
-            )
-        )
+    """Raise a UserError if mlx-lm lacks the family or one of its features (exit 2)."""
+    mlx_families.check(config)
 
 
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
@@ -76,18 +56,10 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
 
 def write_names(folder: Path) -> None:
     """Add the names of config.json that mlx-lm reads. transformers 5 writes others, and reads both."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    rope = dict(config.get("rope_parameters") or {})
-    if "sliding_attention" in rope:  # Gemma 3 has two bases
-        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = dict(rope["full_attention"])
-    if (theta := rope.pop("rope_theta", None)) is not None:
-        config["rope_theta"] = theta
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = rope
-    if "num_local_experts" in config:
-        config.setdefault("num_experts", config["num_local_experts"])
-    safe_files.write_text(folder, "config.json", json.dumps(config, indent=2) + "\n")
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    content |= mlx_families.names(config)
+    safe_files.write_text(folder, "config.json", json.dumps(content, indent=2) + "\n")
 
 
 def check_adapter(adapter: Path) -> None:
