@@ -18,9 +18,10 @@ import contextlib
 import errno
 import os
 import re
+import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import IntEnum
 from pathlib import Path
@@ -51,7 +52,9 @@ RUST_ERRNO = re.compile(r"\(os error (\d+)\)")  # in the message of a library in
 OUT_OF_MEMORY = (
     "close other programs, use a smaller model, or use a machine with more memory; `free -h` shows it"
 )
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's message; it has no exception type for this
+# Texts of torch, which has no type for a lack of memory
+NO_MEMORY = re.compile("DefaultCPUAllocator: can't allocate memory|Cannot allocate memory")
+SHARED_MEMORY = re.compile(r"shared memory\(shm\)|torch_shm")  # texts of torch for /dev/shm
 
 
 class Exit(IntEnum):
@@ -251,7 +254,8 @@ def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
 
     The arguments are those of `unexpected`.
     """
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
+    lacks_memory = isinstance(error, RuntimeError | OSError) and NO_MEMORY.search(str(error))
+    if isinstance(error, MemoryError) or lacks_memory:
         at = vars(error).get("finetune_stage") or Stage(doing)
         return UserError(
             Problem(
@@ -274,17 +278,8 @@ def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
                 code="path",
             )
         )
-    if is_process_limit(error):
-        return UserError(
-            Problem(
-                "the system starts no more processes or threads",
-                found=" ".join(str(error).split())[:LONGEST],
-                fix="raise the limit (`ulimit -u`, or the limit of processes of the container), and run the "
-                "command again",
-                code="process-limit",
-            ),
-            code=Exit.ENVIRONMENT,
-        )
+    if limit := _system_limit(error):
+        return UserError(replace(limit, found=" ".join(str(error).split())[:LONGEST]), code=Exit.ENVIRONMENT)
     number, where = (error.errno, error.filename) if isinstance(error, OSError) else (_rust_errno(error), "")
     if number in TOO_MANY:
         return UserError(
@@ -309,6 +304,21 @@ def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
         ),
         code=Exit.ENVIRONMENT,
     )
+
+
+def _system_limit(error: Exception) -> Problem | None:
+    """Return the problem if a limit of the system stopped a process, a socket or shared memory."""
+    if is_process_limit(error):
+        fix = "raise the limit (`ulimit -u`, `ulimit -v`, or the limit of processes of the container)"
+        return Problem("the system starts no more processes or threads", fix=fix, code="process-limit")
+    if isinstance(error, OSError) and "AF_UNIX path too long" in str(error):
+        what = "the name of the folder for temporary files is too long for a socket"
+        return Problem(what, where=tempfile.gettempdir(), fix="export TMPDIR=/tmp", code="path")
+    in_semaphore = isinstance(error, OSError) and error.errno == errno.EROFS and not error.filename
+    if in_semaphore or (isinstance(error, RuntimeError) and SHARED_MEMORY.search(str(error))):
+        what = "the shared memory (/dev/shm) is full, or finetune can't write to it"
+        return Problem(what, fix="make it larger (`docker run --shm-size=8g`), or writable", code="disk")
+    return None
 
 
 def is_process_limit(error: Exception) -> bool:

@@ -11,13 +11,7 @@ from finetune.core import upstream_private
 from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
-from finetune.models import (
-    checkpoint_headers,
-    model_class,
-    model_files,
-    rotary_embeddings,
-    tokenizer_setup,
-)
+from finetune.models import checkpoint_headers, corrections, model_class, model_files, tokenizer_setup
 from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
@@ -32,7 +26,6 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Model
 
 
-GROUPED_BYTES = 16
 # transformers changes torch.nn.init and the default dtype of the whole process while it loads a model
 ONE_AT_A_TIME = threading.Lock()
 
@@ -81,17 +74,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
         _check_unused(loaded, found["unexpected_keys"], checks)
         if stored:
             quantized_loading.finish(loaded, stored, storage, options["dtype"], checks)
-    if setup.launch.sharded == "DeepSpeed":
-        from finetune.distributed import deepspeed_zero
-
-        deepspeed_zero.own_buffers(loaded)
-    for module in loaded.modules():
-        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation, and its later
-        # gradients are wrong (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward).
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    choose_experts(loaded, checks)
-    rotary_embeddings.forget_longest(loaded)
+    corrections.apply(loaded, setup.launch.sharded, checks)
     if storage in quantized_loading.QUANTIZED:
         by_fsdp = setup.launch.sharded == "FSDP"
         quantized_loading.check_and_pack(loaded, storage, checks, for_fsdp=by_fsdp, stored=bool(stored))
@@ -116,26 +99,6 @@ def _snapshot(model: Model) -> Path:
     config = model_files.file_on_disk(model_files.pinned(model), "config.json")
     assert config is not None
     return config.parent
-
-
-def choose_experts(model: PreTrainedModel, checks: RunChecks | None = None) -> None:
-    """Compute each expert by itself if grouped GEMMs can't take the sizes of the experts.
-
-    torch's grouped GEMM needs rows of a multiple of 16 bytes (torch 2.13, `torch._grouped_mm`).
-    """
-    stacked = [
-        weight
-        for module in model.modules()
-        if hasattr(module, "is_concatenated")  # experts whose forward transformers chooses
-        for weight in module.parameters(recurse=False)
-        if weight.dim() == 3
-    ]
-    if any(size * weight.element_size() % GROUPED_BYTES for weight in stacked for size in weight.shape[1:]):
-        model.set_experts_implementation("eager")
-        if checks is not None:
-            checks.notes.append(
-                "each expert runs by itself: grouped GEMMs need sizes of a multiple of 16 bytes"
-            )
 
 
 def _modules(config: ModelConfig) -> list[str]:

@@ -61,6 +61,21 @@ def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path,
     assert dict(os.environ) == environment
 
 
+def test_training_does_not_depend_on_the_default_dtype_of_the_program(small, tmp_path) -> None:
+    losses = []
+    for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16)):
+        options = ["train.max_steps=2", "eval.generate=false", "eval.forgetting=false"]
+        options += [f"train.output_dir={tmp_path}/{number}", "train.logging_steps=1"]
+        torch.set_default_dtype(dtype)
+        try:
+            run = finetune.train(finetune.load_recipe(QUICKSTART, [*small, *options]), quiet=True)
+            assert torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+        losses.append([line["loss"] for line in run.metrics if "loss" in line])
+    assert losses[0] == losses[1] == losses[2]
+
+
 @pytest.mark.parametrize("switched_on", [False, True])
 def test_api_sends_no_telemetry_unless_it_is_switched_on(
     switched_on, small, tmp_path, hub, monkeypatch

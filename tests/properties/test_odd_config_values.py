@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core.errors import UserError
-from finetune.models import architecture, loading, meta_forward, model_class, module_lists
+from finetune.models import architecture, corrections, meta_forward, model_class, module_lists
 from support.architectures import CONFIGS
 from support.odd_configs import ODD_VALUES, OddValue, with_odd_value
 
@@ -76,7 +76,7 @@ def by_run(folder: Path) -> str:
     try:
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-        loading.choose_experts(model)
+        corrections.choose_experts(model)
         ids = torch.arange(3, 15)[None]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if config.model_type not in FAIL_WITH_A_CACHE:

@@ -455,6 +455,31 @@ def test_too_many_open_files_are_one_message(capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            RuntimeError("unable to mmap 90 bytes from <x>: Cannot allocate memory (12)"),
+            "the memory was full",
+        ),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "the memory was full"),
+        (
+            RuntimeError("unable to allocate shared memory(shm) for file </torch_1>"),
+            "shared memory (/dev/shm)",
+        ),
+        (OSError(errno.EROFS, "Read-only file system"), "shared memory (/dev/shm)"),  # of a semaphore
+        (OSError("AF_UNIX path too long"), "export TMPDIR=/tmp"),
+    ],
+)
+def test_limit_of_the_system_is_one_message(error: Exception, expected: str, capsys) -> None:
+    def reaches(*_: object) -> NoReturn:
+        raise error
+
+    main.guarded(reaches, argparse.Namespace(debug=False))
+    said = capsys.readouterr().err
+    assert expected in said and "[internal-error]" not in said and "[library-error]" not in said
+
+
+@pytest.mark.parametrize(
     "error",
     [
         BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),

@@ -157,6 +157,7 @@ def test_answers_in_a_batch_are_those_of_each_prompt_alone(family: str, monkeypa
     assert (alone == answers_in_batches(model)[1]) == (family == "llama")
 
 
+# generate passes them, and PEFT makes its own
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
 @pytest.mark.parametrize(
     ("config", "reads"),

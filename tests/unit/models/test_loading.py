@@ -17,7 +17,7 @@ from finetune.core.errors import Exit, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import deepspeed_zero
 from finetune.hardware.detection import Hardware
-from finetune.models import generation_config, loading, tokenizer_setup
+from finetune.models import corrections, generation_config, loading, tokenizer_setup
 from finetune.models.fingerprint import fingerprint
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import loader
@@ -347,7 +347,7 @@ def test_experts_of_sizes_that_grouped_gemms_cannot_take_run_one_by_one(
 ) -> None:
     config = AutoConfig.for_model(family, **{**CONFIGS[family], "hidden_size": width, "head_dim": 8})
     model, checks = AutoModelForCausalLM.from_config(config), RunChecks()
-    loading.choose_experts(model, checks)
+    corrections.choose_experts(model, checks)
     assert model.get_experts_implementation() == {"": chosen} and len(checks.notes) == (chosen == "eager")
     ids = torch.arange(3, 15)[None]
     model(input_ids=ids, labels=ids).loss.backward()
