@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, pre_tokenizers
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.visible_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,9 +129,17 @@ def check_normalizer(content: dict[str, Any]) -> None:
 def notes(tokenizer: Any) -> list[str]:
     """Return what llama.cpp does with a text in another way."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    if not any(step["type"] == "NFC" for step in steps(content["normalizer"], "normalizers")):
-        return []
-    return ["llama.cpp does not apply the tokenizer's NFC: send texts in the Unicode form NFC, as most are"]
+    found = list[str]()
+    if any(step["type"] == "NFC" for step in steps(content["normalizer"], "normalizers")):
+        found.append("llama.cpp does not apply the tokenizer's NFC: send texts in the form NFC, as most are")
+    flags = ("single_word", "lstrip", "rstrip")
+    flagged = [token["content"] for token in content["added_tokens"] if any(token[flag] for flag in flags)]
+    if flagged:
+        shown = visible(", ".join(flagged[:3])) + (
+            f" and {len(flagged) - 3} more" if len(flagged) > 3 else ""
+        )
+        found.append(f"llama.cpp does not read single_word, lstrip and rstrip of added tokens: {shown}")
+    return found
 
 
 def is_byte_level(content: dict[str, Any]) -> bool:

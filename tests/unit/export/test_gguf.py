@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import normalizers, processors
+from tokenizers import AddedToken, normalizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core import packages
@@ -267,6 +267,15 @@ def test_opens_without_a_validation_set_is_what_it_is_with_one(kind: str, chats:
     assert gguf_export.opens(job) == (tokenizer.bos_token is not None)
     with_prompt = replace(job, expected=expected._replace(prompts=[[5]]))
     assert gguf_export.opens(with_prompt) is False
+
+
+def test_flags_of_added_tokens_are_a_note() -> None:
+    tokenizer = copy.deepcopy(exports.tokenizer_of("chatml"))
+    tokenizer.add_tokens(
+        [AddedToken("<a>", rstrip=True), AddedToken("<b>"), AddedToken("<c>", single_word=True)]
+    )
+    (note,) = gguf_tokenizer.notes(tokenizer)
+    assert note.endswith("added tokens: <a>, <c>")
 
 
 def test_longrope_is_served_in_the_context_of_its_short_factors() -> None:
