@@ -390,9 +390,22 @@ def language_model(
     from lm_eval.models import huggingface
 
     HFLM: Any = huggingface.HFLM
+    limit = scoring.batch_limit(model)
 
     class Limited(HFLM):
-        """Render chats in the template sandbox, as for training data."""
+        """Render chats in the template sandbox, and let no long request change the others of its batch."""
+
+        def loglikelihood(self, requests: list[Any], **options: Any) -> Any:
+            split_long(self, requests, limit)
+            return super().loglikelihood(requests, **options)
+
+        def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> Any:
+            split_long(self, requests, limit)
+            return super().loglikelihood_rolling(requests, **options)
+
+        def generate_until(self, requests: list[Any], **options: Any) -> Any:
+            split_long(self, requests, limit)
+            return super().generate_until(requests, **options)
 
         def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
             options = self.chat_template_args
@@ -417,6 +430,20 @@ def language_model(
         wrapped.accelerator = Accelerator()
         upstream_private.set_rank(wrapped, state.process_index, state.num_processes)
     return wrapped
+
+
+def split_long(engine: Any, requests: list[Any], limit: int | None) -> None:
+    """Set the batch size to 1 if a request with its answer is longer than `scoring.batch_limit`."""
+    if limit is None:
+        return
+    for request in requests:
+        text = "".join(part for part in request.args if isinstance(part, str))
+        options = next((part for part in request.args if isinstance(part, dict)), None)
+        room = 0 if options is None else int(options.get("max_gen_toks", engine.max_gen_toks))
+        # No text has more tokens than bytes, except for special tokens
+        if len(text.encode()) + room + 2 > limit and len(engine.tok_encode(text)) + room > limit:
+            engine.batch_size_per_gpu = 1
+            return
 
 
 def without_ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

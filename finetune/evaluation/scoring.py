@@ -29,13 +29,13 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data import encoding
 from finetune.data.encoding import Encoded
 from finetune.data.preparation import HeldOut
-from finetune.models import rotary_embeddings, token_limits
+from finetune.models import token_limits
 from finetune.models.generation_config import declared_stops
 from finetune.recipe.schema import Data, Eval
 from finetune.speed import packing_isolation
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
-READ_PADDING = frozenset({"deepseek_v32", "deepseek_v4", "glm_moe_dsa", "recurrent_gemma", "rwkv"})
+READ_PADDING = frozenset({"deepseek_v32", "deepseek_v4", "glm_moe_dsa", "recurrent_gemma", "rwkv", "trocr"})
 """Model types whose layers read padding on the left, although the attention mask hides it.
 
 RWKV also mixes the prompts of a batch when it generates (transformers 5.22).
@@ -249,7 +249,7 @@ def token_losses(
     found: list[tuple[float, float]] = [(0.0, 0)] * len(documents)
     encoded = [(document.ids, document.labels()) for document in documents]
     lengths = [len(ids) for ids, _ in encoded]
-    alone = rotary_embeddings.batch_limit(model.config)
+    alone = batch_limit(model)
     for indices in progress.track(batches(lengths, batch_size, alone=alone), len(encoded)):
         batch = [encoded[index] for index in indices]
         width = max(len(ids) for ids, _ in batch)
@@ -283,11 +283,30 @@ def _weights(documents: list[Encoded], width: int) -> torch.Tensor:
 def reads_padding(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether padding on the left changes the answers of a model.
 
-    For prompt tuning, PEFT puts the padding between the trained vectors and the prompt.
+    For prompt tuning, PEFT puts the padding between the trained vectors and the prompt. In Mamba and in short
+    convolutions, the mask sets the input of padding to 0, but a bias of the input projection follows.
     """
-    kind = model.active_peft_config if isinstance(model, PeftModel) else None
-    before_padding = kind and kind.is_prompt_learning and kind.peft_type != PeftType.PREFIX_TUNING
-    return bool(before_padding) or model.config.get_text_config().model_type in READ_PADDING
+    adds_bias = any(
+        getattr(getattr(module, "in_proj", None), "bias", None) is not None
+        for module in model.modules()
+        if hasattr(module, "conv1d") or hasattr(module, "conv")
+    )
+    listed = model.config.get_text_config().model_type in READ_PADDING
+    return adds_bias or listed or trained_vectors(model) > 0
+
+
+def trained_vectors(model: PreTrainedModel | PeftModel) -> int:
+    """Return how many vectors of prompt tuning or P-tuning stand before each text."""
+    kind: Any = model.active_peft_config if isinstance(model, PeftModel) else None
+    if kind is None or not kind.is_prompt_learning or kind.peft_type == PeftType.PREFIX_TUNING:
+        return 0
+    return int(kind.num_virtual_tokens)
+
+
+def batch_limit(model: PreTrainedModel | PeftModel) -> int | None:
+    """Return the length of a text, in tokens, beyond which it changes the others of its batch, or `None`."""
+    limit = token_limits.batch_limit(model.config)
+    return limit and max(1, limit - trained_vectors(model))
 
 
 def batches(
@@ -356,7 +375,7 @@ def greedy_answers(
     lengths = [len(prompt) for prompt in prompts]
     size = 1 if reads_padding(model) else batch_size
     # A prompt that leaves less room must not cut other answers short, and a long one must not change them
-    limits = [limit for limit in (positions, rotary_embeddings.batch_limit(model.config)) if limit]
+    limits = [limit for limit in (positions, batch_limit(model)) if limit]
     alone = min(limits, default=None)
     for batch in progress.track(batches(lengths, size, room, alone=alone), len(prompts)):
         width = max(len(prompts[index]) for index in batch)

@@ -10,6 +10,7 @@ import json
 import random
 import re
 import unicodedata
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, pre_tokenizers
@@ -68,6 +69,7 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
     if content["model"]["type"] != "BPE":
         raise _unsupported(f"a tokenizer of type {content['model']['type']}", "BPE")
     check_normalizer(content)
+    check_start(tokenizer)
     if is_byte_level(content):
         found: dict[str, Any] = {
             "model": "gpt2",
@@ -80,9 +82,10 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
         found = {
             "model": "llama",
             "pre": "default",
-            "add_space_prefix": starts_with_space(content),
+            "add_space_prefix": starts_with_space(content, chats=bool(tokenizer.chat_template)),
             "scores": scores(content, rows),
         }
+        check_joins(content, found["scores"])
     else:
         raise _unsupported("a BPE tokenizer without bytes", "byte-level BPE, or BPE with byte_fallback")
     ids = tokenizer.get_vocab().values()
@@ -224,13 +227,72 @@ def scores(content: dict[str, Any], rows: int) -> list[float]:
     return found
 
 
-def starts_with_space(content: dict[str, Any]) -> bool:
-    """Return whether a tokenizer with byte_fallback adds a space before a text."""
+def starts_with_space(content: dict[str, Any], *, chats: bool) -> bool:
+    """Return whether a tokenizer with byte_fallback adds a space before a text.
+
+    llama.cpp adds it after each special token too. A tokenizer with the scheme `first` does not, and chats
+    start with a special token.
+    """
     normal = steps(content["normalizer"], "normalizers")
     before = steps(content["pre_tokenizer"], "pretokenizers")
-    return any(step["type"] == "Prepend" for step in normal) or any(
-        step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in before
+    schemes = {step.get("prepend_scheme", "always") for step in before if step["type"] == "Metaspace"}
+    return (
+        any(step["type"] == "Prepend" for step in normal)
+        or "always" in schemes
+        or ("first" in schemes and not chats)
     )
+
+
+def check_start(tokenizer: Any) -> None:
+    """Check that llama.cpp can write what the tokenizer adds before a text: nothing, or the BOS token.
+
+    Chat templates write such tokens themselves.
+
+    Raises:
+        UserError: the tokenizer adds other tokens (exit 2).
+    """
+    found = tokenizer.backend_tokenizer.encode("x", add_special_tokens=True)
+    opening = found.ids[: found.special_tokens_mask.index(0)]
+    if not tokenizer.chat_template and opening not in ([], [tokenizer.bos_token_id]):
+        shown = " ".join(found.tokens[: len(opening)])
+        raise _unsupported(f"the tokens that the tokenizer adds before a text: {shown}", "one BOS token")
+
+
+def check_joins(content: dict[str, Any], ranks: Sequence[float]) -> None:
+    """Check that llama.cpp joins characters to the tokens of a tokenizer with byte_fallback.
+
+    llama.cpp joins each pair that is a token, the token with the highest score first. The tokenizer has a
+    list of pairs. Both are compared on tokens and on random texts that are made of tokens.
+
+    Raises:
+        UserError: they differ (exit 2).
+    """
+    model = content["model"]
+    plain = {**content, "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None}
+    tokenizer, vocab = Tokenizer.from_str(json.dumps(plain)), model["vocab"]
+    joined = {left + right for left, right in model["merges"]}
+    known = [token for token in vocab if all(sign in vocab for sign in token)]
+    choose = random.Random(0)
+    samples = [token for token in known if len(token) > 1 and token not in joined][:TRIES]
+    samples += choose.sample(known, min(TRIES, len(known)))
+    samples += ["".join(choose.choices(known, k=PIECES)) for _ in range(TRIES)]
+    for text in samples:
+        expected = [vocab[token] for token in _join(text, vocab, ranks)]
+        if tokenizer.encode(text, add_special_tokens=False).ids != expected:
+            raise _unsupported(
+                f"how this tokenizer joins the characters of {text[:40]!r}", "SentencePiece's BPE"
+            )
+
+
+def _join(text: str, vocab: dict[str, int], ranks: Sequence[float]) -> list[str]:
+    """Return the tokens of a text as llama.cpp makes them (`llm_tokenizer_spm_session`)."""
+    found = list(text)
+    while True:
+        pairs = [(ranks[vocab[a + b]], -n) for n, (a, b) in enumerate(pairwise(found)) if a + b in vocab]
+        if not pairs:
+            return found
+        _, place = max(pairs)
+        found[-place : -place + 2] = [found[-place] + found[-place + 1]]
 
 
 def special(tokenizer: Any, stops: Sequence[int], opens: bool) -> dict[str, Any]:

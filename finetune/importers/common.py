@@ -126,6 +126,9 @@ def lora(state: Translation, keys: dict[str, str], quantized: str = "") -> None:
         ("peft_use_rslora", "rslora"),
     ):
         if state.take(key, False):
+            if kind not in ("lora", name):
+                state.unsupported(key, True, f"finetune trains {kind} or {name}, not both in one adapter")
+                continue
             kind = name
             state.record("translated", key, True, f"adapter.type: {name}")
     if quantized == "nf4" and kind in ("lora", "dora"):

@@ -1,53 +1,19 @@
-"""Rotary embeddings of the types `dynamic` and `longrope`, whose frequencies depend on the longest sequence.
-
-transformers chooses them by the longest sequence of a batch (`modeling_rope_utils.dynamic_rope_update`).
-"""
+"""Rotary embeddings of the type `dynamic`, whose frequencies depend on the longest sequence so far."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PreTrainedConfig
-
-    from finetune.core.model_config import ModelConfig
-
 ORIGINAL = "original_inv_freq"
-
-
-def batch_limit(config: PreTrainedConfig | ModelConfig) -> int | None:
-    """Return the length, in tokens, beyond which a sequence changes the frequencies of its whole batch.
-
-    `None`: the model has other rotary embeddings.
-    """
-    text = config.get_text_config()
-    return min(_limits(getattr(text, "rope_parameters", None), text), default=None)
-
-
-def _limits(rope: object, text: Any) -> Iterator[int]:
-    """Yield the limit of each kind of layer."""
-    if not isinstance(rope, dict):
-        return
-    kind = rope.get("rope_type", rope.get("type"))
-    limits = {
-        "dynamic": getattr(text, "max_position_embeddings", None),
-        "longrope": rope.get("original_max_position_embeddings"),
-    }
-    if isinstance(limit := limits.get(str(kind)), int):
-        yield limit
-    for inner in rope.values():
-        yield from _limits(inner, text)
 
 
 def forget_longest(model: nn.Module) -> None:
     """Let `dynamic` embeddings depend on the current batch alone.
 
-    transformers keeps the frequencies of the longest sequence so far. So an evaluation would change the
-    training, and a resumed run would not be the run without a stop.
+    transformers keeps the frequencies of the longest sequence (`modeling_rope_utils.dynamic_rope_update`). So
+    an evaluation would change the training, and a resumed run would not be the run without a stop.
     """
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)

@@ -12,11 +12,12 @@ COEFFICIENT = "router_aux_loss_coef"  # a key of the model's config and of `trai
 SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)
 
 
-def check(config: ModelConfig, requested: float | None) -> None:
+def check(config: ModelConfig, requested: float | None, adapter: str) -> None:
     """Check that a model with a router loss has a router, and a number of experts in its config (exit 2).
 
     Args:
         requested: `train.router_aux_loss_coef`; `None` uses the value of the model's config.
+        adapter: the type of the adapter.
     """
     text = config.get_text_config()
     has_router = hasattr(text, "output_router_logits")
@@ -33,6 +34,17 @@ def check(config: ModelConfig, requested: float | None) -> None:
         )
     coefficient = getattr(text, COEFFICIENT, None) if requested is None else requested
     counted = model_config.experts(text) and model_config.experts_of_a_token(text)
+    if has_router and coefficient and adapter == "prefix_tuning":
+        raise UserError(
+            Problem(
+                "prefix_tuning can't train with the router loss",
+                f"train.{COEFFICIENT}",
+                found=f"{coefficient:g}",
+                fix=f"{COEFFICIENT}: 0.0, or another adapter.type",
+                why="PEFT lengthens the attention mask, and the router loss needs one entry for each token",
+                code="recipe-conflict",
+            )
+        )
     if has_router and coefficient and not counted:
         raise UserError(
             Problem(

@@ -8,6 +8,8 @@ from finetune.core.errors import Problem, UserError
 from finetune.models import tokenizer_setup
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from finetune.core.model_config import ModelConfig
@@ -34,6 +36,31 @@ def positions(config: PreTrainedConfig | ModelConfig) -> int | None:
 def text_limit(config: PreTrainedConfig) -> int | None:
     """Return how many tokens an evaluation reads at once: `positions`, or the limit of scaled embeddings."""
     return positions(config) or getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def batch_limit(config: PreTrainedConfig | ModelConfig) -> int | None:
+    """Return the length, in tokens, beyond which a sequence changes the frequencies of its whole batch.
+
+    transformers chooses the frequencies of `dynamic` and `longrope` embeddings by the longest sequence of a
+    batch. `None`: the model has other rotary embeddings.
+    """
+    text = config.get_text_config()
+    return min(_limits(getattr(text, "rope_parameters", None), text), default=None)
+
+
+def _limits(rope: object, text: Any) -> Iterator[int]:
+    """Yield the limit of each kind of layer."""
+    if not isinstance(rope, dict):
+        return
+    kind = rope.get("rope_type", rope.get("type"))
+    limits = {
+        "dynamic": getattr(text, "max_position_embeddings", None),
+        "longrope": rope.get("original_max_position_embeddings"),
+    }
+    if isinstance(limit := limits.get(str(kind)), int):
+        yield limit
+    for inner in rope.values():
+        yield from _limits(inner, text)
 
 
 def _scaled(rope: object) -> bool:

@@ -298,7 +298,8 @@ def _packing(recipe: Recipe, config: ModelConfig | None) -> None:
 def _tasks(recipe: Recipe, config: ModelConfig | None) -> None:
     """Check the files, packages and metrics of the evaluation, and the auxiliary loss of a router."""
     if config:
-        router_loss.check(config, recipe.train.passed_on().get("router_aux_loss_coef"))
+        coefficient = recipe.train.passed_on().get("router_aux_loss_coef")
+        router_loss.check(config, coefficient, recipe.adapter.type)
     if recipe.eval.tasks:
         from finetune.evaluation import tasks  # imports for 0.1 s, and most recipes have no tasks
 

@@ -22,7 +22,7 @@ def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:
     names = module_names.of_model(base)
     storage, kind = setup.storage.value, recipe.adapter.type
     raise_if_any(adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind))
-    router_loss.check(base.config, data.arguments.router_aux_loss_coef)
+    router_loss.check(base.config, data.arguments.router_aux_loss_coef, kind)
     base = qat.prepare(base, recipe.speed.qat, checks)
     batches = partial(initialization.calibration, data.prepared.train, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, data.tokenizer)

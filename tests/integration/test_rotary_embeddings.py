@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.data.encoding import Encoded
 from finetune.evaluation import scoring
-from finetune.models import rotary_embeddings
+from finetune.models import rotary_embeddings, token_limits
 from support import tiny_models
+from support.paths import MODEL
 from support.runs import metrics
 
 if TYPE_CHECKING:
@@ -73,6 +74,26 @@ def test_losses_do_not_depend_on_the_other_rows_of_a_batch(kind: str) -> None:
     assert together == pytest.approx(alone, rel=1e-5)
 
 
+def test_requests_of_lm_eval_do_not_depend_on_the_others_of_a_batch() -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+    from lm_eval.api.instance import Instance
+
+    from finetune.evaluation import lm_eval_harness
+
+    model, tokenizer = model_of("longrope"), AutoTokenizer.from_pretrained(MODEL)
+    pairs = [(f"Question {number}?", " red") for number in range(6)] + [("very " * 60, " blue")]
+
+    def answers(size: int) -> tuple[list[Any], list[Any]]:
+        engine = lm_eval_harness.language_model(model, tokenizer, size, None)
+        scored = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+        told = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+        asked = [Instance("generate_until", {}, (pair[0], told), 0) for pair in pairs]
+        losses = [round(loss, 3) for loss, _ in engine.loglikelihood(scored, disable_tqdm=True)]
+        return losses, engine.generate_until(asked, disable_tqdm=True)
+
+    assert answers(8) == answers(1)
+
+
 def test_dynamic_frequencies_do_not_depend_on_earlier_batches() -> None:
     model, fresh = model_of("dynamic"), model_of("dynamic")
     rotary_embeddings.forget_longest(model)
@@ -88,10 +109,10 @@ def test_dynamic_frequencies_do_not_depend_on_earlier_batches() -> None:
 
 def test_batch_limit_of_layers_with_two_kinds_of_embeddings() -> None:
     config: Any = AutoConfig.for_model("llama", max_position_embeddings=512)
-    assert rotary_embeddings.batch_limit(config) is None
+    assert token_limits.batch_limit(config) is None
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     config.rope_parameters = {"full_attention": longrope, "sliding_attention": {"rope_type": "dynamic"}}
-    assert rotary_embeddings.batch_limit(config) == 64
+    assert token_limits.batch_limit(config) == 64
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -108,9 +108,11 @@ def _content(path: Path, state: source_loading.State) -> str:
 
 def files_read(recipe: Recipe) -> dict[str, str]:
     """Map each file that the runs of a recipe read to a hash. The base model has one for all its files."""
+    paths = {"adapter.init_from": recipe.adapter.source, "data.chat_template": recipe.data.chat_template}
+    named = named_files(recipe).items()
     return {
         **contents(recipe.data),
-        **named_files(recipe),
+        **{f"{name} {paths.get(name.split()[0]) or ''}".strip(): digest for name, digest in named},
         f"base model {recipe.model.name}": base_identity.digest(recipe.model),
     }
 

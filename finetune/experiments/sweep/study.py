@@ -61,7 +61,7 @@ class Search(NamedTuple):
     deadline: float
     told: Told
     files: dict[str, str]
-    """`kept_runs.files_read` when the command started."""
+    """`kept_runs.files_read` of the recipe and of each trial, before the first trial that reads a file."""
     ran: list[Problem | None]
     """One entry for each trial of this process: the problem if it failed. Rejected values have no entry."""
 
@@ -309,10 +309,12 @@ def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
     values = search_space.draw(drawn, job.space, job.recipe, without)
     drawn.set_user_attr("values", values)
     try:
-        words = words_of(job, values, folder)
+        words, recipe = words_of(job, values, folder)
+        kept_runs.files_read(recipe)  # a file that does not exist
     except UserError as error:  # values that are valid alone but not together
         ended = worker_process.Ended("failed", None, in_one_line(error), 0.0, None)
     else:
+        check_files(job, drawn, recipe)
         judge, waiting = judges(job, drawn)
         log = request.folder / "logs" / f"{folder.name}.txt"
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
@@ -320,24 +322,28 @@ def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
         epochs = values.get("train.num_train_epochs", job.recipe.train.num_train_epochs)
         with kept_runs.part(f"trial {drawn.number}", folder, steps, epochs):
             ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
-        check_files(job, drawn, ended)
+        check_files(job, drawn, recipe)
         if ended.state != "lost":
             failed = _failed(f"trial {drawn.number} failed", ended.reason, folder.name)
             job.ran.append(failed if ended.state == "failed" else None)
     record(job, drawn, ended)
 
 
-def check_files(job: Search, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
-    """Raise a UserError if a file changed since the search began. The study runs the trial again later."""
+def check_files(job: Search, drawn: optuna.Trial, recipe: Recipe) -> None:
+    """Raise a UserError if a file changed that another trial read. The study runs this trial again later."""
     try:
-        kept_runs.check_unchanged(job.files, kept_runs.files_read(job.recipe), job.asked.folder)
+        now = {**kept_runs.files_read(job.recipe), **kept_runs.files_read(recipe)}
+        kept_runs.check_unchanged(
+            {name: job.files.get(name, now[name]) for name in now}, now, job.asked.folder
+        )
     except UserError:
-        record(job, drawn, ended._replace(state="lost", value=None, reason="a file changed"))
+        record(job, drawn, worker_process.Ended("lost", None, "a file changed", 0.0, None))
         raise
+    job.files.update(now)
 
 
-def words_of(job: Search, values: dict[str, Any], folder: Path) -> list[str]:
-    """Return the arguments of `finetune train` for a trial.
+def words_of(job: Search, values: dict[str, Any], folder: Path) -> tuple[list[str], Recipe]:
+    """Return the arguments of `finetune train` for a trial, and its recipe.
 
     Raises:
         UserError: the values conflict.
@@ -347,7 +353,7 @@ def words_of(job: Search, values: dict[str, Any], folder: Path) -> list[str]:
     every = search_space.every(recipe, job.space.search, job.found.rows)
     mine = [*search_space.IN_TRIALS, f"eval.eval_steps={every}", f"train.output_dir={folder}"]
     launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
-    return [job.asked.path, *given, *mine, *launched]
+    return [job.asked.path, *given, *mine, *launched], recipe
 
 
 def judges(job: Search, drawn: optuna.Trial) -> tuple[Any, Any]:

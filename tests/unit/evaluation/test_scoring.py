@@ -143,13 +143,19 @@ def answers_in_batches(model: Any) -> tuple[list[str], list[str]]:
     return alone, together
 
 
-@pytest.mark.parametrize("family", ["llama", *sorted(scoring.READ_PADDING)])
+BIASES = {"mamba": {"use_bias": True}, "mamba2": {"use_bias": True}, "bamba": {"mamba_proj_bias": True}}
+
+
+@pytest.mark.parametrize("family", ["llama", *sorted(scoring.READ_PADDING), *BIASES])
 def test_answers_in_a_batch_are_those_of_each_prompt_alone(family: str, monkeypatch) -> None:
     monkeypatch.setattr(scoring, "stop_ids", lambda *_: [])
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(architectures.config_of(family), dtype=torch.float32).eval()
+    config = architectures.config_of(family)
+    config.update(BIASES.get(family, {}))
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    assert scoring.reads_padding(model) is (family != "llama")
     for name, weight in model.named_parameters():
-        if weight.dim() > 1 and "conv" not in name:
+        if (weight.dim() > 1 and "conv" not in name) or name.endswith("in_proj.bias"):
             torch.nn.init.normal_(weight, std=0.3)
     alone, together = answers_in_batches(model)
     assert alone == together
@@ -180,5 +186,8 @@ def test_answers_of_an_adapter_in_a_batch_are_those_of_each_prompt_alone(
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     assert scoring.reads_padding(model) is reads
+    model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 30}
+    assert scoring.batch_limit(model) == (26 if reads else 30)
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     alone, together = answers_in_batches(model)
     assert alone == together

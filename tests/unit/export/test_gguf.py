@@ -269,6 +269,40 @@ def test_opens_without_a_validation_set_is_what_it_is_with_one(kind: str, chats:
     assert gguf_export.opens(with_prompt) is False
 
 
+@pytest.mark.parametrize("kind", ["spm", "gemma"])
+def test_tokenizer_that_lacks_merges_of_its_tokens_is_refused(kind: str) -> None:
+    """llama.cpp would join their characters."""
+    tokenizer = exports.tokenizer_of(kind)
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    gguf_tokenizer.check_joins(content, gguf_tokenizer.scores(content, len(tokenizer)))
+    content["model"]["merges"] = content["model"]["merges"][:-40]
+    with pytest.raises(UserError, match="how this tokenizer joins the characters"):
+        gguf_tokenizer.check_joins(content, gguf_tokenizer.scores(content, len(tokenizer)))
+
+
+@pytest.mark.parametrize(("scheme", "chats", "space"), [
+    ("always", True, True), ("always", False, True), ("first", True, False), ("first", False, True),
+    ("never", False, False),
+])  # fmt: skip
+def test_space_before_a_text_follows_the_scheme(scheme: str, chats: bool, space: bool) -> None:
+    metaspace = {**METASPACE, "replacement": "▁", "prepend_scheme": scheme}
+    content = {"normalizer": None, "pre_tokenizer": metaspace}
+    assert gguf_tokenizer.starts_with_space(content, chats=chats) is space
+
+
+def test_several_tokens_before_a_text_are_refused() -> None:
+    tokenizer = copy.deepcopy(exports.tokenizer_of("llama3"))
+    bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+    eos = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[bos[0], eos[0], "$A"], special_tokens=[bos, eos]
+    )
+    gguf_tokenizer.check_start(tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="the tokens that the tokenizer adds before a text"):
+        gguf_tokenizer.check_start(tokenizer)
+
+
 def test_flags_of_added_tokens_are_a_note() -> None:
     tokenizer = copy.deepcopy(exports.tokenizer_of("chatml"))
     tokenizer.add_tokens(

@@ -69,7 +69,7 @@ def test_room_for_answer_beyond_the_positions_names_a_number_that_fits() -> None
 
 
 def test_batches_row_without_room_stands_alone() -> None:
-    assert list(batches([50, 10, 10, 60], 8, room=16, positions=64)) == [[3], [0], [1, 2]]
+    assert list(batches([50, 10, 10, 60], 8, room=16, alone=64)) == [[3], [0], [1, 2]]
     assert list(batches([50, 10, 10, 60], 8)) == [[3, 0, 1, 2]]
 
 
@@ -99,8 +99,8 @@ def test_router_loss_config_without_a_count_names_the_way_out() -> None:
     config = SimpleNamespace(model_type="odd", output_router_logits=False, router_aux_loss_coef=0.001)
     config.get_text_config = lambda: config
     with pytest.raises(UserError, match=r"help: +router_aux_loss_coef: 0\.0"):
-        router_loss.check(config, None)
-    router_loss.check(config, 0.0)
+        router_loss.check(config, None, "lora")
+    router_loss.check(config, 0.0, "lora")
 
 
 def test_router_loss_of_trl_leaves_the_config_as_it_was() -> None:
