@@ -30,3 +30,5 @@ class ExportJob:
     """Branch, tag or commit of a base model on the Hub."""
     stored: str = ""
     """The quantization of the base model in training, if there was one."""
+    chats: bool = True
+    """Whether the run trained on chats."""

@@ -33,8 +33,10 @@ from finetune.export import (
 from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import Expected
 from finetune.models import tokenizer_setup
+from finetune.run_folder.run_folder import RunFolder
 
 REPORT = "export.json"
+PLAIN = {"text", "prompt_completion"}  # formats of data that use no chat template
 
 
 def run(
@@ -137,6 +139,7 @@ def run(
             recipe.model.name,
             recipe.model.revision,
             setup.quantized,
+            chats=trained_on_chats(folder),
         )
         packed = safe_files.make_folder(packed.parent, packed.name)
         write = targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write
@@ -151,3 +154,10 @@ def run(
         serving_check.write_report(packed, REPORT, report)
         merging.publish(packed, target, folder, report, REPORT)
     return report
+
+
+def trained_on_chats(folder: RunFolder) -> bool:
+    """Return whether a run trained on chats. An adapter without a run counts as one that did."""
+    report = {} if folder.is_plain_adapter else folder.found("data_report.json")
+    formats = {*report.get("train", {}).get("formats", {}).values()}
+    return not formats or bool(formats - PLAIN)

@@ -126,8 +126,20 @@ def opens(job: ExportJob) -> bool:
     tokenizer: Any = job.tokenizer
     if job.expected.prompts:
         prompt = job.expected.prompts[0]
-    elif tokenizer.chat_template:
-        text = render_chat(tokenizer, [{"role": "user", "content": "a"}])
+    elif tokenizer.chat_template and job.chats:
+        try:
+            text = render_chat(tokenizer, [{"role": "user", "content": "a"}])
+        except ValueError as error:  # the template needs another chat
+            raise UserError(
+                Problem(
+                    "finetune can't find how prompts start without a validation set",
+                    "data.chat_template",
+                    found=str(error)[:200],
+                    fix="--to vllm",
+                    why="the chat template refuses a short chat",
+                    code="chat-template",
+                )
+            ) from error
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         prompt = tokenizer("a")["input_ids"]

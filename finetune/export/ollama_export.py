@@ -75,7 +75,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     chats = [example for example in job.expected.examples if example.messages]
     template, differing = "{{ .Prompt }}", list[str]()
     found = {"chats": len(chats), "different": 0}
-    if job.tokenizer.chat_template and (chats or not job.expected.examples):
+    if job.tokenizer.chat_template and (chats or (job.chats and not job.expected.examples)):
         parts = parts_of(job.tokenizer, opens=gguf_export.opens(job))
         check_rendering(parts, job, chats)
         template, differing = parts.go(), differences(parts, job.tokenizer, gguf_export.opens(job))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import heapq
+import json
 import re
 import string
 from pathlib import Path
@@ -109,6 +110,7 @@ def check_backend(backend: Tokenizer, name: str) -> None:
         )
     backend.no_truncation()
     backend.no_padding()
+    keep_spaces_in_offsets(backend)
     tokenizer_limits.check(backend, name)
     if not can_encode(backend):
         raise UserError(
@@ -121,6 +123,24 @@ def check_backend(backend: Tokenizer, name: str) -> None:
                 code="tokenizer",
             )
         )
+
+
+def keep_spaces_in_offsets(backend: Tokenizer) -> None:
+    """Let the offsets of a token include its spaces.
+
+    The loss mask finds the first token of an answer by its offsets. Tokens of spaces would have none. The ids
+    do not change.
+    """
+    if backend.post_processor is None:
+        return
+    content = backend.post_processor.__getstate__()
+    untrimmed = content.replace(b'"trim_offsets":true', b'"trim_offsets":false')
+    if untrimmed != content:
+        from tokenizers import Tokenizer, models
+
+        plain = json.loads(Tokenizer(models.BPE()).to_str())
+        made = Tokenizer.from_str(json.dumps({**plain, "post_processor": json.loads(untrimmed)}))
+        backend.post_processor = made.post_processor
 
 
 def is_template(template: object) -> bool:

@@ -265,6 +265,11 @@ def test_opens_without_a_validation_set_is_what_it_is_with_one(kind: str, chats:
     expected = Expected([], [], [], torch.zeros(0), [], [], None, None)
     job = ExportJob("a", Path(), None, tokenizer, expected, "f16", "base")
     assert gguf_export.opens(job) == (tokenizer.bos_token is not None)
+    if chats:  # a run on plain texts does not use the template
+        tokenizer.chat_template = "{{ raise_exception('no') }}"
+        assert gguf_export.opens(replace(job, chats=False)) == (tokenizer.bos_token is not None)
+        with pytest.raises(UserError, match="can't find how prompts start"):
+            gguf_export.opens(job)
     with_prompt = replace(job, expected=expected._replace(prompts=[[5]]))
     assert gguf_export.opens(with_prompt) is False
 
