@@ -41,6 +41,7 @@ _POSITIVE = frozenset(
     }
 )  # fmt: skip
 # Numbers above 0, by the last words of their names. 0 makes NaN of every loss
+LARGEST_BITS = 1000  # of an integer; a float has up to 1024
 _ABOVE_ZERO = ("_eps", "_epsilon", "rope_theta", "rotary_emb_base")
 # One number in every config; heads and layers may be given for each part of a model
 _ONE_NUMBER = frozenset({"vocab_size", "hidden_size", "max_position_embeddings", "n_positions"})
@@ -119,12 +120,15 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         above_zero = name == "factor" or name.endswith(_ABOVE_ZERO)  # the factor of rotary embeddings
-        if math.isnan(value) or (above_zero and not 0 < value < math.inf):
+        too_large = isinstance(value, int) and value.bit_length() > LARGEST_BITS
+        if too_large or math.isnan(value) or (above_zero and not 0 < value < math.inf):
             yield Problem(
-                "a value of the model's config is not a positive number",
+                "a value of the model's config is too large"
+                if too_large
+                else "a value of the model's config is not a positive number",
                 key,
                 where=path,
-                found=f"{name}: {value}",
+                found=f"{name}: {value}"[:100],
                 fix=FIX,
                 why="the losses would be NaN, or the model would fail later",
                 code="model-config",

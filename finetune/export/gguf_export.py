@@ -102,7 +102,11 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
         "files": {path.name: path.stat().st_size},
         "serving_check": check_lora(path, job),
     }
-    return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} --jinja"]}
+    config: Any = job.config.get_text_config()
+    short = gguf_families.short_context(config)
+    options = "--jinja" + (f" --ctx-size {short}" if short else "")
+    report["notes"] = gguf_families.notes(config)
+    return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} {options}"]}
 
 
 def entries_of(job: ExportJob, family: gguf_families.Family, rows: int) -> dict[str, Any]:

@@ -125,11 +125,14 @@ def unsupported(config: ModelConfig, family: Family) -> dict[str, bool]:
     window = getattr(config, "sliding_window", None)
     uses_window = bool(window) and getattr(config, "use_sliding_window", True) is not False
     partial = float(rope.get("partial_rotary_factor") or 1.0)
+    betas = float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1)
     found = {
         f"the activation {activation_of(config)}": activation_of(config) != family.activation,
         f"rope scaling of type {rope['rope_type']}": rope["rope_type"] not in scaling,
         "yarn with truncate: false": rope["rope_type"] == "yarn" and not rope.get("truncate", True),
         "yarn with another factor of the attention": not _usual_attention_factor(rope),
+        "yarn with another beta_fast or beta_slow": rope["rope_type"] == "yarn" and betas != (32.0, 1.0),
+        "tied embeddings": kind in ("olmo2", "olmoe", "qwen2_moe") and config.tie_word_embeddings,
         "partial rotary embeddings": partial != 1.0 and kind != "phi3",
         "a sliding window": uses_window
         and kind not in SLIDING_EVERY

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 from transformers import AutoConfig
 
-from finetune.core import packages, safe_files
+from finetune.core import packages, regular_files, safe_files
 from finetune.core.model_config import ModelConfig
 from finetune.core.paths import writing
 from finetune.data.chat_texts import render_chat
@@ -73,12 +73,28 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     with writing(folder):
         files = write_lora(job.source, config.num_hidden_layers, folder)
     serve = [f"mlx_lm.server --model {shlex.quote(job.base)} --adapter-path ."]
-    report: dict[str, Any] = {"files": files, "serve": serve}
+    report: dict[str, Any] = {"files": files, "serve": serve, "notes": missing_names(job)}
     if installed() and not job.stored:
         return report | {"serving_check": _check(folder, job, "f32")}
     why = "transformers can't read an adapter in mlx-lm's layout, and mlx-lm is not installed"
     why = f"in training, the base model was stored in {job.stored}" if job.stored else why
     return report | {"serving_check": {"reader": None, "not_run": why}}
+
+
+def missing_names(job: ExportJob) -> list[str]:
+    """Return a note if the config.json of a local base model lacks names that mlx-lm reads."""
+    path = Path(job.base) / "config.json"
+    if not path.is_file():
+        return []
+    content = regular_files.read_json(path, "model.name")
+    wanted = mlx_families.names(job.config)
+    lacking = sorted(key for key, value in wanted.items() if value is not None and content.get(key) != value)
+    if not lacking:
+        return []
+    return [
+        f"mlx-lm reads {path}, and needs other values of {', '.join(lacking)} there, because transformers 5 "
+        "writes other names. Export merged weights, which have them: remove --adapter"
+    ]
 
 
 def _check(folder: Path, job: ExportJob, kind: str) -> dict[str, Any]:

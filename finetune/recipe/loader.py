@@ -102,6 +102,9 @@ def _build(
         recipe = build.sections(kind)["recipe"].model_validate(raw)
     except ValidationError as error:
         problems += recipe_errors.explain(error, raw, origin.where, build.known_keys())
+    except OverflowError as error:  # pydantic converts integers to floats
+        what, found = "a number of the recipe is too large", str(error)
+        problems.append(Problem(what, found=found, expected="at most 1e308", code="value-range"))
     raise_if_any(problems)
     origin.checked = recipe.model_dump()
     recipe._origin = origin

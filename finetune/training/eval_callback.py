@@ -71,7 +71,8 @@ class Validate(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         counts = {"times": self.times, "without_better": self.without_better}
         best = {"best": self.best, "best_step": self.best_step, "best_loss": self.best_loss}
-        return {**counts, **best, "higher": self.higher, "weights": self.weights}
+        more = {"higher": self.higher, "is_trained": self.is_trained}
+        return {**counts, **best, **more, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

@@ -176,7 +176,8 @@ class FirstStep(TrainerCallback):
             code=code,
         )
         ran = attention_that_ran(self.operations)
-        add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
+        if getattr(model.config.get_text_config(), "num_attention_heads", None):  # Mamba and RWKV have none
+            add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
         if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
             add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
         if self.fp8:

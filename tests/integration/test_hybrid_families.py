@@ -218,3 +218,11 @@ def test_run_has_the_losses_of_a_loop_by_hand(
         optimizer.zero_grad()
         expected.append(float(loss.detach()))
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_model_without_attention_trains_with_the_loss_of_trl(
+    model_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its layers run no attention, so the profile of a step shows none."""
+    path = recipe(tmp_path, model_of("mamba"), train={"label_smoothing_factor": 0.1, "max_steps": 1})
+    assert main.main(["train", str(path), "--quiet"]) == 0

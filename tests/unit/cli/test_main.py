@@ -4,6 +4,7 @@ import argparse
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -720,3 +721,31 @@ def test_line_with_a_secret_is_not_shown(tmp_path, capsys) -> None:
     assert main.main(["check", str(path)]) == 2
     said = capsys.readouterr().err
     assert "[secret-in-recipe]" in said and "opensesame" not in said
+
+
+HUGE = "1" + "0" * 310
+
+
+@pytest.mark.parametrize(
+    "key", ["weight_decay", "adam_epsilon", "router_aux_loss_coef", "neftune_noise_alpha"]
+)
+def test_integer_that_no_float_can_hold_is_an_error_of_the_recipe(key: str, tmp_path, capsys) -> None:
+    assert main.main(["check", str(QUICKSTART), f"train.{key}={HUGE}"]) == 2
+    assert f"train.{key}" in (said := capsys.readouterr().err) and "[library-error]" not in said
+    (tmp_path / "theirs.yaml").write_text(
+        f"model_name_or_path: {MODEL}\nstage: sft\nfinetuning_type: lora\ndataset: a\n{key}: {HUGE}\n"
+    )
+    assert main.main(["import", str(tmp_path / "theirs.yaml"), "--output", str(tmp_path / "r.yaml")]) in (
+        0,
+        2,
+    )
+    assert "[library-error]" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["attention_dropout", "hidden_size", "initializer_range", "rope_theta"])
+def test_integer_that_no_float_can_hold_is_an_error_of_the_config(key: str, tmp_path, capsys) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, key: 10**310}))
+    assert main.main(["check", str(QUICKSTART), f"model.name={model}"]) == 2
+    assert "[internal-error]" not in capsys.readouterr().err

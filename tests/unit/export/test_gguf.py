@@ -395,3 +395,16 @@ def test_check_without_a_reader_says_not_run() -> None:
     found = serving_check.run(None, expected([[1.0, 0.0]], [0], []), "f16", "nothing is installed")
     assert found == {"reader": None, "not_run": "nothing is installed"}
     serving_check.refuse_different(found, Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"model_type": "llama", "rope_parameters": {**YARN, "beta_fast": 16.0}}, "another beta_fast"),
+        ({"model_type": "llama", "rope_parameters": {**YARN, "beta_slow": 2.0}}, "another beta_fast"),
+        ({"model_type": "olmo2", "tie_word_embeddings": True}, "tied embeddings"),
+    ],
+)
+def test_family_of_refuses_what_llama_cpp_reads_in_another_way(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        gguf_families.family_of(AutoConfig.for_model(**{**exports.SIZES, **given}))

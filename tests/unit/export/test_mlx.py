@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,8 @@ from transformers import AutoConfig
 
 from finetune.core.errors import UserError
 from finetune.export import mlx_export, mlx_families
+from finetune.export.export_job import ExportJob
+from finetune.export.serving_check import Expected
 from support import exports, mlx_models
 
 # mlx-lm's gemma2 has no sliding window, and the tiny model's is shorter than its prompts
@@ -315,3 +318,17 @@ def test_mlx_lm_differs_for_a_refused_feature(
 ) -> None:
     pytest.importorskip("mlx_lm", reason="needs mlx-lm")
     assert mlx_models.difference(mlx_models.config_of(kind, **values), tmp_path) > 0.005, feature
+
+
+def test_adapter_on_a_folder_without_the_names_of_mlx_lm_has_a_note(tmp_path: Path) -> None:
+    """mlx-lm reads the base model's own config.json, in which transformers 5 writes other names."""
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    config = AutoConfig.for_model("llama", hidden_size=32, num_attention_heads=4, rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    expected = Expected([], [], [], [], [], [], None)
+    job = ExportJob("a", tmp_path, config, None, expected, "bf16", str(tmp_path))
+    (note,) = mlx_export.missing_names(job)
+    assert "rope_theta" in note and "remove --adapter" in note
+    mlx_export.write_names(tmp_path)
+    assert mlx_export.missing_names(job) == []
+    assert mlx_export.missing_names(replace(job, base="organization/name")) == []
