@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune.models import module_names
+from finetune.models import module_names, token_limits
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def train_in_fp32(model: torch.nn.Module) -> dict[str, torch.dtype]:
 def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return every tensor that must not change in training: frozen parameters and buffers.
 
-    AdaLoRA's `ranknum` belongs to the adapter, not to the base model. Frequencies of rotary embeddings can
+    AdaLoRA's `ranknum` belongs to the adapter, not to the base model. Frequencies of some rotary embeddings
     change with the length of a sequence.
     """
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
@@ -74,5 +74,7 @@ def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             del tensors[name]
             inner, _ = tensor.__tensor_flatten__()
             tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})
-    kept = (name for name in tensors if "ranknum" not in name and not name.endswith("inv_freq"))
+    config: Any = getattr(model, "config", None)
+    moving = ("inv_freq",) if config is not None and token_limits.batch_limit(config) else ()
+    kept = (name for name in tensors if "ranknum" not in name and not name.endswith(moving))
     return {name: tensors[name] for name in kept}

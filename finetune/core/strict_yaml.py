@@ -20,7 +20,7 @@ from finetune.core.regular_files import check_regular
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 MOST_VALUES = 5_000  # of a document: several checks look at each value
-LONGEST_NUMBER = 300  # characters; a float has up to 308 digits before the point
+LONGEST_NUMBER = 400  # characters
 TWICE = "the mapping has the same key twice"
 LINE = "correct this line; a key and its value look like `learning_rate: 2e-4`"
 WHY = "YAML separates keys and values by a colon and a space, and sections by indentation"

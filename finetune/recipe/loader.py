@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.core import paths, shipped_files, strict_yaml
+from finetune.core import config_values, paths, shipped_files, strict_yaml
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError, raise_if_any
 from finetune.core.folder_search import match_paths
@@ -102,9 +102,15 @@ def _build(
         recipe = build.sections(kind)["recipe"].model_validate(raw)
     except ValidationError as error:
         problems += recipe_errors.explain(error, raw, origin.where, build.known_keys())
-    except OverflowError as error:  # pydantic converts integers to floats
-        what, found = "a number of the recipe is too large", str(error)
-        problems.append(Problem(what, found=found, expected="at most 1e308", code="value-range"))
+    except OverflowError:  # pydantic converts integers to floats
+        problems += [
+            Problem(
+                "the number is too large", f"{section}.{key}", expected="at most 1e308", code="value-range"
+            )
+            for section, values in raw.items()
+            for key, value in (values if isinstance(values, dict) else {}).items()
+            if isinstance(value, int) and value.bit_length() > config_values.LARGEST_BITS
+        ]
     raise_if_any(problems)
     origin.checked = recipe.model_dump()
     recipe._origin = origin
