@@ -23,6 +23,7 @@ from finetune.export import gguf_families, gguf_file, gguf_lora, gguf_readers, g
 from finetune.export.export_job import ExportJob
 from finetune.export.gguf_families import Family, GgufTensor, in_pairs, rope_tensors
 from finetune.export.gguf_file import Checkpoint
+from finetune.models import token_limits
 
 K_QUANTS = {"q2_k": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 """What llama.cpp's own program quantizes: the name, and the number in `general.file_type`."""
@@ -82,7 +83,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
         "serving_check": check_serving(path, job),
         "notes": gguf_tokenizer.notes(job.tokenizer) + gguf_families.notes(config),
     }
-    short = gguf_families.short_context(config)
+    short = token_limits.batch_limit(config)
     options = f"-m {path.name} --jinja" + (f" --ctx-size {short}" if short else "")
     return report | {"serve": [f"llama-server {options}", f"llama-cli {options}"]}
 
@@ -103,7 +104,7 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
         "serving_check": check_lora(path, job),
     }
     config: Any = job.config.get_text_config()
-    short = gguf_families.short_context(config)
+    short = token_limits.batch_limit(config)
     options = "--jinja" + (f" --ctx-size {short}" if short else "")
     report["notes"] = gguf_families.notes(config)
     return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} {options}"]}
@@ -117,7 +118,9 @@ def entries_of(job: ExportJob, family: gguf_families.Family, rows: int) -> dict[
     numbers = {"file_type": gguf_file.TYPES[kind][1], "quantization_version": 2}
     found = {f"general.{key}": value for key, value in {**general, **numbers}.items()}
     found |= gguf_families.settings(config, family)
-    return found | gguf_tokenizer.entries(job.tokenizer, rows, job.expected.stops, opens(job))
+    return found | gguf_tokenizer.entries(
+        job.tokenizer, rows, job.expected.stops, opens=opens(job), chats=writes_chats(job)
+    )
 
 
 def file_type(quantize: str) -> int:
@@ -125,12 +128,17 @@ def file_type(quantize: str) -> int:
     return K_QUANTS[quantize] if quantize in K_QUANTS else gguf_file.TYPES[quantize][1]
 
 
+def writes_chats(job: ExportJob) -> bool:
+    """Return whether a chat template writes the prompts of the run."""
+    return bool(job.tokenizer.chat_template) and job.chats
+
+
 def opens(job: ExportJob) -> bool:
     """Return whether prompts start with the BOS token: those of the evaluation, or else a short one."""
     tokenizer: Any = job.tokenizer
     if job.expected.prompts:
         prompt = job.expected.prompts[0]
-    elif tokenizer.chat_template and job.chats:
+    elif writes_chats(job):
         try:
             text = render_chat(tokenizer, [{"role": "user", "content": "a"}])
         except ValueError as error:  # the template needs another chat

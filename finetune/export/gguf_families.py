@@ -1,7 +1,7 @@
 """The model families that finetune writes as GGUF: what llama.cpp calls their settings and tensors.
 
-Each fact here is one that llama.cpp reads (its `convert_hf_to_gguf.py` and `src/models/`). Anything that
-llama.cpp would ignore or compute differently is refused by name.
+llama.cpp reads each fact here (its `convert_hf_to_gguf.py` and `src/models/`). Export stops
+with an error that names each value that llama.cpp would ignore or compute differently.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.core.errors import Problem, UserError
+from finetune.models import token_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +84,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a text model.
 
     Raises:
-        UserError: llama.cpp or finetune lacks the family or one of its features (exit 2).
+        UserError: llama.cpp or finetune lacks the family or a feature of the model (exit 2).
     """
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -245,19 +246,13 @@ def rope_scaling(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def short_context(config: ModelConfig) -> int | None:
-    """Return the longest context, in tokens, for which llama.cpp takes the short factors of longrope.
-
-    llama.cpp chooses between the short and the long factors by the size of the context. transformers chooses
-    by the length of the text. Both agree in a short context. `None`: the model has no longrope.
-    """
-    rope = rope_of(config)
-    return int(rope["original_max_position_embeddings"]) if rope["rope_type"] == "longrope" else None
-
-
 def notes(config: ModelConfig) -> list[str]:
-    """Return in which context sizes llama.cpp computes a model in another way."""
-    short = short_context(config)
+    """Return in which context sizes llama.cpp computes a model in another way.
+
+    For longrope, llama.cpp chooses the short or the long factors by the size of the context. transformers
+    chooses by the length of the text. Both agree in a short context.
+    """
+    short = token_limits.batch_limit(config)
     if short is None:
         return []
     return [

@@ -54,13 +54,14 @@ TRIES, PIECES = 500, 12
 END_KEYS = ("eos", "eot", "eom")
 
 
-def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dict[str, Any]:
+def entries(tokenizer: Any, rows: int, stops: Sequence[int], *, opens: bool, chats: bool) -> dict[str, Any]:
     """Return llama.cpp's keys for a tokenizer.
 
     Args:
         rows: rows of the embedding; ids without a token get a placeholder.
         stops: ids that end an answer.
-        opens: whether the prompts of the evaluation start with the BOS token.
+        opens: whether prompts start with the BOS token.
+        chats: whether the chat template writes the prompts.
 
     Raises:
         UserError: llama.cpp has no such tokenizer (exit 2).
@@ -69,7 +70,7 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
     if content["model"]["type"] != "BPE":
         raise _unsupported(f"a tokenizer of type {content['model']['type']}", "BPE")
     check_normalizer(content)
-    check_start(tokenizer)
+    check_start(tokenizer, chats=chats)
     if is_byte_level(content):
         found: dict[str, Any] = {
             "model": "gpt2",
@@ -82,7 +83,7 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
         found = {
             "model": "llama",
             "pre": "default",
-            "add_space_prefix": starts_with_space(content, chats=bool(tokenizer.chat_template)),
+            "add_space_prefix": starts_with_space(content, chats=chats),
             "scores": scores(content, rows),
         }
         check_joins(content, found["scores"])
@@ -130,7 +131,7 @@ def check_normalizer(content: dict[str, Any]) -> None:
 
 
 def notes(tokenizer: Any) -> list[str]:
-    """Return what llama.cpp does with a text in another way."""
+    """Return notes on texts that llama.cpp reads in another way than the tokenizer."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     found = list[str]()
     if any(step["type"] == "NFC" for step in steps(content["normalizer"], "normalizers")):
@@ -187,7 +188,7 @@ def _signature(step: dict[str, Any]) -> str:
 def is_inert(content: dict[str, Any]) -> bool:
     """Return whether a tokenizer gives the same tokens if it splits only at numbers.
 
-    Holds if no token has a number beside other text and no join of tokens changes across a cut. Joins are
+    Holds if no token has a number next to other text and no join of tokens changes across a cut. Joins are
     tested on random texts that are made of the tokenizer's own tokens.
     """
     whole = Tokenizer.from_str(json.dumps(content))
@@ -243,7 +244,7 @@ def starts_with_space(content: dict[str, Any], *, chats: bool) -> bool:
     )
 
 
-def check_start(tokenizer: Any) -> None:
+def check_start(tokenizer: Any, *, chats: bool) -> None:
     """Check that llama.cpp can write what the tokenizer adds before a text: nothing, or the BOS token.
 
     Chat templates write such tokens themselves.
@@ -253,7 +254,7 @@ def check_start(tokenizer: Any) -> None:
     """
     found = tokenizer.backend_tokenizer.encode("x", add_special_tokens=True)
     opening = found.ids[: found.special_tokens_mask.index(0)]
-    if not tokenizer.chat_template and opening not in ([], [tokenizer.bos_token_id]):
+    if not chats and opening not in ([], [tokenizer.bos_token_id]):
         shown = " ".join(found.tokens[: len(opening)])
         raise _unsupported(f"the tokens that the tokenizer adds before a text: {shown}", "one BOS token")
 
@@ -261,8 +262,8 @@ def check_start(tokenizer: Any) -> None:
 def check_joins(content: dict[str, Any], ranks: Sequence[float]) -> None:
     """Check that llama.cpp joins characters to the tokens of a tokenizer with byte_fallback.
 
-    llama.cpp joins each pair that is a token, the token with the highest score first. The tokenizer has a
-    list of pairs. Both are compared on tokens and on random texts that are made of tokens.
+    llama.cpp joins each pair that is a token. The highest score comes first. The tokenizer has a list of
+    pairs. finetune compares both on tokens, and on random texts that are made of tokens.
 
     Raises:
         UserError: they differ (exit 2).

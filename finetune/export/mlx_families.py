@@ -1,4 +1,4 @@
-"""The model families that mlx-lm has: what it reads of their configs, and where it reads it.
+"""The model families of mlx-lm: the values of a config that it reads, and their names.
 
 Each fact here was measured with mlx-lm 0.32: tiny models with one unusual value each, whose log-probabilities
 were compared with transformers'. Export stops with an error that names each value that mlx-lm would ignore or
@@ -24,7 +24,7 @@ UNSCALED_LONG = ("default", "linear", "dynamic", "llama3", "yarn")
 ALL = (*UNSCALED_LONG, "longrope")
 SILU = ("silu", "swish")
 GELU = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh")
-"""mlx-lm has one of these functions per family. In tiny models, log-probabilities differ by up to 0.004."""
+"""mlx-lm has a single function for each family. In tiny models, log-probabilities differ by up to 0.004."""
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 NO_BIAS, WITH_BIAS = {"attention_bias": False}, {"attention_bias": True}
@@ -118,7 +118,7 @@ MULTIMODAL = {"gemma3": ("gemma3_text",), "llava": ("llama", "mistral"), "mistra
 
 
 def check(config: ModelConfig) -> None:
-    """Raise a UserError if mlx-lm lacks the family or one of its features (exit 2)."""
+    """Raise a UserError if mlx-lm lacks the family or a feature of the model (exit 2)."""
     text = config.get_text_config()
     kind = text.model_type
     if kind not in FAMILIES or (text is not config and kind not in MULTIMODAL.get(config.model_type, ())):

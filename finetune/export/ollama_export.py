@@ -14,8 +14,9 @@ from typing import Any
 from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.chat_texts import render_chat
-from finetune.export import gguf_export, gguf_families
+from finetune.export import gguf_export
 from finetune.export.export_job import ExportJob
+from finetune.models import token_limits
 
 KINDS = gguf_export.KINDS
 check = gguf_export.check
@@ -98,7 +99,7 @@ def modelfile(name: str, template: str, job: ExportJob) -> str:
         f"FROM ./{name}",
         f'TEMPLATE """{template}"""',
         *(f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops),
-        f"PARAMETER num_ctx {gguf_families.short_context(config) or config.max_position_embeddings}",
+        f"PARAMETER num_ctx {token_limits.batch_limit(config) or config.max_position_embeddings}",
     ]
     return "\n".join([*lines, "# The evaluation of finetune is greedy", "PARAMETER temperature 0", ""])
 

@@ -86,7 +86,7 @@ class Translation:
         """
         first = self.origins.setdefault(target, key)
         if first != key and self.recipe.get(target, value) != value:
-            self.unsupported(key, given, f"{first} sets {target} too; remove one of both")
+            self.unsupported(key, given, f"{first} also sets {target}, so remove {first} or {key}")
             return
         self.recipe[target] = value
         self.record(TRANSLATED, key, given, f"{target}: {value}")

@@ -28,8 +28,8 @@ def apply(model: PreTrainedModel, sharded: str, checks: RunChecks | None) -> Non
         deepspeed_zero.own_buffers(model)
     modules: Iterator[Any] = model.modules()
     for module in modules:
-        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation, and its later
-        # gradients are wrong (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward).
+        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation. Its later
+        # gradients are wrong (Linear4bit.forward of bitsandbytes 0.50.2).
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     choose_experts(model, checks)
@@ -37,9 +37,9 @@ def apply(model: PreTrainedModel, sharded: str, checks: RunChecks | None) -> Non
 
 
 def choose_experts(model: PreTrainedModel, checks: RunChecks | None = None) -> None:
-    """Compute each expert by itself if grouped GEMMs can't take the sizes of the experts.
+    """Compute each expert by itself if grouped GEMMs can't take its sizes.
 
-    torch's grouped GEMM needs rows of a multiple of 16 bytes (torch 2.13, `torch._grouped_mm`).
+    They need rows of a multiple of 16 bytes (torch 2.13, `torch._grouped_mm`).
     """
     stacked = [
         weight

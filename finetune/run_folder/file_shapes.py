@@ -529,8 +529,8 @@ class Budget(Shape):
     step_seconds: dict[str, float]
     failed: dict[str, str]
     besides_seconds: float | None = None
-    digest: str = ""
-    """Hash of the other values. Without it, the steps are measured again."""
+    sha256: str = ""
+    """Hash of the other values (`verified_files.signed`). Without it, the steps are measured again."""
 
 
 class AblationFile(Shape):

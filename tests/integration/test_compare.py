@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from finetune.cli import main
-from finetune.core import console
+from finetune.core import console, verified_files
 from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
 from finetune.experiments.comparison import comparison, comparison_report, run_diff
@@ -360,15 +360,16 @@ def test_a_budget_gives_each_type_the_same_time(run, short, tmp_path, monkeypatc
     assert [path.name for path in place.iterdir()] == []
     jobs = comparison.plan(asked._replace(adapters=["lora"]))
     kept = {"budget_seconds": 900.0, "runs": [job.identity for job in jobs]}
-    content = comparison.with_digest(planned | kept | {"steps": {"lora": 4}})
-    RunFolder(place).write("budget.json", content | {"steps": {"lora": 900}})  # a flipped byte
+    content = planned | kept | {"steps": {"lora": 4}}
+    signed = verified_files.signed(content)
+    (place / "budget.json").write_text(signed.replace('"lora": 4', '"lora": 9'))  # a flipped byte
     changed = comparison.plan(asked._replace(adapters=["lora"]))
     measured = list[str]()
     with monkeypatch.context() as patched:
         patched.setattr(comparison, "measure", lambda *_: measured.append("again") or content)
         comparison.within(900.0, changed, asked._replace(adapters=["lora"]), screen)
     assert measured == ["again"]
-    RunFolder(place).write("budget.json", content)
+    (place / "budget.json").write_text(signed)
     said = run(place, "--adapters", "lora", "--seeds", "1", "--budget", "15m")
     lines = metrics(RunFolder(place / "lora-seed42"))
     assert len(lines) == 4 and lines[-1]["learning_rate"] < 0.7 * lines[0]["learning_rate"]

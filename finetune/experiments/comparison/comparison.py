@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import json
 import math
 import statistics
 import time
@@ -381,25 +379,18 @@ def within(
     """Return the runs with the steps that fit into equal shares of the budget, and the failed runs."""
     place = RunFolder(requested.folder)
     question = {"budget_seconds": budget, "runs": [job.identity for job in jobs]}
-    kept = requested.folder / "budget.json"
-    known = collectives.from_main(lambda: place.read(kept.name) if kept.exists() else {})
-    if any(known.get(key) != value for key, value in question.items()) or known != with_digest(known):
+    known = collectives.from_main(lambda: kept_runs.read_signed(place, "budget.json"))
+    if any(known.get(key) != value for key, value in question.items()):
         known = {}
     if not known or known["failed"]:  # a type that failed before may work now
         known = question | measure(budget, jobs, requested, screen, known)
         if PartialState().is_main_process:
-            place.write("budget.json", with_digest(known))
+            kept_runs.write_signed(place, "budget.json", known)
     steps, failed = known["steps"], known["failed"]
     rows = [(kind, n, f"{known['step_seconds'][kind]:.4g}") for kind, n in steps.items()]
     screen.table("steps that fit the budget", ("type", "steps", "seconds per step"), rows)
     runs = plan(requested, {**{job.entrant.type: FEWEST_STEPS for job in jobs}, **steps})
     return runs, {job.name: failed[job.entrant.type] for job in runs if job.entrant.type in failed}
-
-
-def with_digest(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of budget.json with a hash of it, which shows damage."""
-    content = {key: value for key, value in measured.items() if key != "digest"}
-    return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
 def measure(

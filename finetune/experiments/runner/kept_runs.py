@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from finetune.core import progress, safe_files
+from finetune.core import progress, safe_files, verified_files
 from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.data import source_loading
 from finetune.experiments.runner import varied_keys
@@ -32,7 +32,7 @@ def make_folder(folder: Path, command: str) -> None:
     """Create the folder of an experiment.
 
     Raises:
-        UserError: the folder is a run folder, contains a link to outside, or cannot be written (exit 2).
+        UserError: the folder is a run folder, has a link to outside, or can't be written (exit 2).
     """
     problem = "a run folder" if (folder / "recipe.resolved.yaml").exists() else ""
     problem = f"a link to {folder.resolve()}" if folder.is_symlink() else problem
@@ -207,6 +207,25 @@ def check_same(began: dict[str, str], now: dict[str, str], folder: Path, fix: st
         )
 
 
+def write_signed(place: RunFolder, name: str, content: dict[str, Any]) -> None:
+    """Write a JSON file with a hash of its content."""
+    place.write_text(name, verified_files.signed(content))
+
+
+def read_signed(place: RunFolder, name: str) -> dict[str, Any]:
+    """Return the content of a file of `write_signed`. Empty if the file is missing or damaged.
+
+    Raises:
+        UserError: the file has a value of another type (exit 4).
+    """
+    try:
+        content = verified_files.read_signed(place.path / name)
+    except verified_files.Damaged:
+        return {}
+    place.read(name)
+    return content
+
+
 def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -> str:
     """Return a recipe file that works from any folder of this machine.
 
@@ -221,7 +240,7 @@ def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -
 def part(
     name: str, folder: Path, max_steps: int | None, epochs: float | None = None
 ) -> AbstractContextManager[None]:
-    """Show a run as a part of the current phase. The other arguments are those of `share_of_steps`."""
+    """Show a run as a part of the current phase. `share_of_steps` has the meaning of the other arguments."""
     return progress.part(name, share_of_steps(folder, max_steps, epochs))
 
 

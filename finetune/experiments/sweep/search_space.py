@@ -428,9 +428,20 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     found = varied_keys.values_of(recipe) | ({ROWS: content} if content else {})
     found[BASE] = base_identity.digest(recipe.model)
     found |= {f"file of {name}": digest for name, digest in kept_runs.named_files(recipe).items()}
+    for choice in adapters_in(space):
+        varied = recipe.adapter.model_copy(update={"init_from": choice})
+        for name, digest in kept_runs.named_files(recipe.model_copy(update={"adapter": varied})).items():
+            if name.startswith("adapter.init_from"):
+                found[f"file of {name} of {choice}"] = digest
     for key, one in space.parameters.items():
         found[f"space.{key}"] = varied_keys.text_of(one.model_dump(exclude_defaults=True))
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}
+
+
+def adapters_in(space: Space) -> list[str]:
+    """Return the adapters that a space names in `adapter.init_from`."""
+    one = space.parameters.get("adapter.init_from")
+    return [str(choice) for choice in (one and one.choices) or () if choice]
 
 
 def every(recipe: Recipe, search: Search, rows: int | None) -> int:

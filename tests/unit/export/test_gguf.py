@@ -21,6 +21,7 @@ from finetune.data.encoding import Encoded
 from finetune.export import gguf_families, gguf_tokenizer, serving_check
 from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import AnswerToken, Expected, Reader
+from finetune.models import token_limits
 from support import exports
 from support.soak import soak_except
 
@@ -302,10 +303,9 @@ def test_several_tokens_before_a_text_are_refused() -> None:
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=[bos[0], eos[0], "$A"], special_tokens=[bos, eos]
     )
-    gguf_tokenizer.check_start(tokenizer)
-    tokenizer.chat_template = None
+    gguf_tokenizer.check_start(tokenizer, chats=True)
     with pytest.raises(UserError, match="the tokens that the tokenizer adds before a text"):
-        gguf_tokenizer.check_start(tokenizer)
+        gguf_tokenizer.check_start(tokenizer, chats=False)
 
 
 def test_flags_of_added_tokens_are_a_note() -> None:
@@ -326,10 +326,10 @@ def test_longrope_is_served_in_the_context_of_its_short_factors() -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 2048}
     sizes |= {"original_max_position_embeddings": 512}
     config: Any = AutoConfig.for_model("phi3", **sizes, pad_token_id=0, rope_parameters=rope)
-    assert gguf_families.short_context(config) == 512
+    assert token_limits.batch_limit(config) == 512
     assert "a context of 512 tokens" in gguf_families.notes(config)[0]
     plain: Any = AutoConfig.for_model("phi3", **sizes, pad_token_id=0)
-    assert gguf_families.short_context(plain) is None and gguf_families.notes(plain) == []
+    assert token_limits.batch_limit(plain) is None and gguf_families.notes(plain) == []
 
 
 def test_k_quants_without_llama_cpp_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
