@@ -349,3 +349,13 @@ def test_check_and_train_count_forgetting_texts_that_are_cut(tmp_path, capsys) -
     assert " ".join(capsys.readouterr().out.split()).count(note) == 1
     notes = json.loads((tmp_path / "run" / "eval.json").read_text())["settings"]["notes"]
     assert note in notes
+
+
+def test_prefix_tuning_with_a_router_loss_is_refused_alike(tmp_path, capsys) -> None:
+    """PEFT lengthens the attention mask, by which the loss counts the tokens."""
+    model = save(tmp_path / "model", causal(transformers.MixtralConfig(**sizes(**EXPERTS))))
+    adapter = {"type": "prefix_tuning", "num_virtual_tokens": 4}
+    asked = {"router_aux_loss_coef": 0.1, "max_steps": 1, "warmup_steps": 0}
+    codes, said = both(recipe(tmp_path, model, adapter=adapter, train=asked), capsys)
+    assert codes == [2, 2]
+    assert all("prefix_tuning can't train with the router loss" in text for text in said)

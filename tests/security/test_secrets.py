@@ -135,6 +135,18 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
     assert all(check["passed"] for check in run_checks(RunFolder(tmp_path / "run")).values())
 
 
+def test_datasets_counts_no_downloads() -> None:
+    """It would send the name of each dataset to s3.amazonaws.com."""
+    script = (
+        "from finetune.cli import main; main.main(['explain', '--quiet']); "
+        "import datasets; print('counts:', datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)"
+    )
+    unset = {name: value for name, value in os.environ.items() if name not in privacy.SWITCHES}
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=unset, check=True)
+    assert "counts: False" in done.stdout
+
+
 def test_a_traceback_of_a_defect_is_masked() -> None:
     command, environment = [sys.executable, "-c", DEFECT], {**os.environ, **CANARIES}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)

@@ -22,6 +22,18 @@ def test_two_exports_at_once_end_with_a_message_and_the_first_files(tmp_path: Pa
     assert (target / "config.json").read_text() == "first"
 
 
+def test_second_of_two_exports_at_once_keeps_the_report_of_the_first(tmp_path: Path) -> None:
+    staged, target = tmp_path / ".merged.tmp" / "whole", tmp_path / "merged"
+    for folder in (staged, target):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    run = RunFolder(tmp_path)
+    run.write("merge.json", {"merged": {"dtype": "float32"}})
+    with pytest.raises(UserError, match="Directory not empty"):
+        merging.publish(staged, target, run, {"dtype": "bfloat16"})
+    assert run.read("merge.json") == {"merged": {"dtype": "float32"}}
+
+
 def test_an_output_that_is_a_link_to_nothing_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "absent")
     with pytest.raises(UserError, match="leads nowhere"):

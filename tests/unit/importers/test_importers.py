@@ -522,6 +522,14 @@ def test_two_keys_with_one_meaning_do_not_depend_on_their_order(
     assert not any(NOT_SUPPORTED in kind_of(state, key) for key in given)
 
 
+@pytest.mark.parametrize("tool", ["axolotl", "llamafactory", "trl"])
+def test_two_adapter_types_in_one_config_are_named(tool: str, tmp_path) -> None:
+    start = "peft_" if tool == "axolotl" else ""
+    state = imported(tmp_path, tool, **{f"{start}use_dora": True, f"{start}use_rslora": True})
+    assert state.recipe["adapter.type"] == "dora"
+    assert kind_of(state, f"{start}use_rslora") == {NOT_SUPPORTED}
+
+
 def test_second_key_that_sets_another_value_is_named(tmp_path) -> None:
     state = imported(tmp_path, "axolotl", adam_epsilon=1e-8, adam_eps=1e-6)
     assert kind_of(state, "adam_epsilon") == {TRANSLATED} and kind_of(state, "adam_eps") == {NOT_SUPPORTED}
