@@ -31,7 +31,9 @@ def serve() -> Iterator[tuple[str, str]]:
     """Yields: the URL of an empty database, and the password in it."""
     known = {entry.pw_name for entry in pwd.getpwall()}
     user = next(name for name in USERS if name in known) if os.geteuid() == 0 else None
-    folder, password = Path(tempfile.mkdtemp(prefix="pg-")), secrets.token_hex(12)
+    # Another user can't enter a private TMPDIR
+    folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp" if user else None))
+    password = secrets.token_hex(12)
     file = folder / "password"
     file.write_text(password)
     if user:
