@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Speed
 
+# Families of transformers 5.22 whose class has no `supports_gradient_checkpointing`
+WITHOUT_CHECKPOINTING = ("cpmant", "gpt_neox_japanese", "jetmoe")
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -178,6 +181,7 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     checkpointing, offload, graphs, plan = cuda_graphs.choose_with_memory(
         graphs, speed, requested, plan, hardware
     )
+    checkpointing = _supported_checkpointing(checkpointing, spec)
     conflict = compilation.check_cuda_graphs(speed.compile, checkpointing.value, offload.value, work.sharded)
     raise_if_any([conflict], code=Exit.ENVIRONMENT)
     if once:
@@ -188,6 +192,28 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
             )
         )
     return Decisions(fused, compile, checkpointing, _with_gain(offload, spec), graphs, plan, keeps)
+
+
+def _supported_checkpointing(chosen: Choice, spec: ModelSpec) -> Choice:
+    """Return the choice, or only norms if transformers can't recompute the layers of a family.
+
+    Raises:
+        UserError: the recipe requests recomputed layers (exit 3).
+    """
+    family = spec.config.get_text_config().model_type
+    if family not in WITHOUT_CHECKPOINTING or not chosen.value.startswith("full"):
+        return chosen
+    reason = f"transformers has no activation checkpointing for {family}"
+    if chosen.reason != "asked for":
+        return Choice("norms", f"auto: {reason}")
+    problem = Problem(
+        reason,
+        "speed.activation_checkpointing",
+        found=chosen.value,
+        fix="set `speed.activation_checkpointing: auto`, norms or none",
+        code="speed-option",
+    )
+    raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def plan_memory(spec: ModelSpec, work: Work, keeps: Keeps, offload: str) -> Memory:

@@ -19,6 +19,7 @@ from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
 
+MOST = 10**12  # a larger number is a mistake, and Python may not convert it to a float
 MOST_SEEDS = 1000  # of each adapter type in `compare`
 # Functions with another name than their command: `import` is a keyword, and `finetune.export` is a package.
 NAMES = {"import_recipe": "import", "export_model": "export"}
@@ -63,8 +64,8 @@ def _number(kind: type[int] | type[float], text: str, least: int, expected: str)
         number = kind(text)
     except ValueError:
         number = math.nan
-    if not least <= number < math.inf:
-        raise wrong(text, expected)
+    if not least <= number < math.inf or number > MOST:
+        raise wrong(text[:20], expected if not number > MOST else f"a number up to {MOST:,}")
     return number
 
 

@@ -90,6 +90,11 @@ class Names:
         ]
 
     @cached_property
+    def routers(self) -> list[str]:
+        """Return the routers that choose experts for tokens, of which transformers returns the logits."""
+        return [name for name, kind in self.kinds.items() if kind.endswith(("Router", "TopKGating"))]
+
+    @cached_property
     def tower_linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the same for the linear layers of a multimodal model's encoders."""
         return _linear_shapes(self.tower_kinds, self.tower_shapes, "")

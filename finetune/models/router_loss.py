@@ -9,52 +9,64 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.model_config import ModelConfig
 
 COEFFICIENT = "router_aux_loss_coef"  # a key of the model's config and of `train:`
+NOTE = f"train.{COEFFICIENT}: 0"
 SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)
 
 
-def check(config: ModelConfig, requested: float | None, adapter: str) -> None:
+def check(config: ModelConfig, requested: float | None, adapter: str, routers: int | None = None) -> str:
     """Check that a model with a router loss has a router, and a number of experts in its config (exit 2).
 
     Args:
         requested: `train.router_aux_loss_coef`; `None` uses the value of the model's config.
         adapter: the type of the adapter.
+        routers: the number of the model's routers; `None` if it is not known.
+
+    Returns:
+        A note if the config has a coefficient and the model no router, such as Jamba with one expert. The
+        run then has no router loss. Else the empty string.
     """
     text = config.get_text_config()
     has_router = hasattr(text, "output_router_logits")
-    if requested and not has_router:
-        raise UserError(
-            Problem(
-                "the base model has no router",
-                f"train.{COEFFICIENT}",
-                found=f"{requested:g}",
-                fix=f"remove `{COEFFICIENT}`",
-                why="this loss is only for mixture-of-experts models",
-                code="recipe-conflict",
-            )
-        )
     coefficient = getattr(text, COEFFICIENT, None) if requested is None else requested
-    counted = model_config.experts(text) and model_config.experts_of_a_token(text)
-    if has_router and coefficient and adapter == "prefix_tuning":
-        raise UserError(
-            Problem(
-                "prefix_tuning can't train with the router loss",
-                f"train.{COEFFICIENT}",
-                found=f"{coefficient:g}",
-                fix=f"{COEFFICIENT}: 0.0, or another adapter.type",
-                why="PEFT lengthens the attention mask, and the router loss needs one entry for each token",
-                code="recipe-conflict",
-            )
+    if not coefficient or (requested is None and not has_router):
+        return ""
+    if requested is None and routers == 0:
+        return f"{NOTE}, because this {text.model_type} has no router that returns the logits of its experts"
+    if wrong := _refusal(text, has_router and routers != 0, coefficient, adapter):
+        raise UserError(wrong)
+    return ""
+
+
+def _refusal(text: ModelConfig, has_router: bool, coefficient: float, adapter: str) -> Problem | None:
+    """Return why a model can't train with a router loss."""
+    key, found = f"train.{COEFFICIENT}", f"{coefficient:g}"
+    if not has_router:
+        return Problem(
+            "the base model has no router",
+            key,
+            found=found,
+            fix=f"remove `{COEFFICIENT}`",
+            why="this loss is only for mixture-of-experts models whose routers return their logits",
+            code="recipe-conflict",
         )
-    if has_router and coefficient and not counted:
-        raise UserError(
-            Problem(
-                f"the config of {text.model_type} lacks the number of experts that the router loss needs",
-                f"train.{COEFFICIENT}",
-                found=f"{coefficient:g}",
-                fix=f"{COEFFICIENT}: 0.0",
-                code="model-config",
-            )
+    if adapter == "prefix_tuning":
+        return Problem(
+            "prefix_tuning can't train with the router loss",
+            key,
+            found=found,
+            fix=f"{COEFFICIENT}: 0.0, or another adapter.type",
+            why="PEFT lengthens the attention mask, and the router loss needs one entry for each token",
+            code="recipe-conflict",
         )
+    if not (model_config.experts(text) and model_config.experts_of_a_token(text)):
+        return Problem(
+            f"the config of {text.model_type} lacks the number of experts that the router loss needs",
+            key,
+            found=found,
+            fix=f"{COEFFICIENT}: 0.0",
+            code="model-config",
+        )
+    return None
 
 
 def count_experts(config: ModelConfig) -> dict[str, Any]:

@@ -36,11 +36,34 @@ def check_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Probl
     stored = check_storage(recipe.model.quantization, names, config, recipe.adapter.type)
     return (
         found
+        + check_noise(recipe, names)
         + check_trainable_token_rows(recipe, names)
         + check_sharded_experts(recipe, names)
         + (stored or check_quantized_experts(recipe, names, config))
         + check_fp8_experts(recipe, names, config)
     )
+
+
+def check_noise(recipe: Recipe, names: Names) -> list[Problem]:
+    """Return the problem of NEFTune with virtual tokens, if transformers does not find the embeddings.
+
+    transformers reads them from `model.model` (transformers 5.22, integrations/neftune.py), which is the base
+    model only for adapters that wrap its layers, and else a part of the base model.
+    """
+    noise = recipe.train.passed_on().get("neftune_noise_alpha")
+    virtual = adapter_types.find(recipe.adapter.type).prompt
+    if not noise or not virtual or names.embedding.startswith("model."):
+        return []
+    return [
+        Problem(
+            f"NEFTune does not train with {recipe.adapter.type} on {names.family}",
+            "train.neftune_noise_alpha",
+            found=f"{noise:g}",
+            fix="remove `neftune_noise_alpha`, or use another adapter.type",
+            why="with virtual tokens, transformers does not find the embeddings of this family",
+            code="recipe-conflict",
+        )
+    ]
 
 
 def check_fp8_experts(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:

@@ -84,6 +84,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
         partial(_steps, recipe),
         partial(_packing, recipe, config),
         partial(_adapter, recipe, config),
+        partial(_router_loss, recipe, config),
         partial(_tasks, recipe, config),
         partial(_trackers, recipe),
         partial(publish_target.check_names, recipe.publish),
@@ -295,11 +296,21 @@ def _packing(recipe: Recipe, config: ModelConfig | None) -> None:
         packing_support.check(config, recipe.data, recipe.train, recipe.model.attention)
 
 
+def _router_loss(recipe: Recipe, config: ModelConfig | None) -> list[str]:
+    """Check the auxiliary loss of the routers. Return a note if the model has no router."""
+    if not config:
+        return []
+    coefficient, routers = recipe.train.passed_on().get(router_loss.COEFFICIENT), None
+    if hasattr(config.get_text_config(), "output_router_logits") and Path(recipe.model.name).is_dir():
+        with contextlib.suppress(UserError):  # `_adapter` raises it
+            names = module_lists.read(Path(recipe.model.name) / "config.json", config).names
+            routers = len(names.routers)
+    note = router_loss.check(config, coefficient, recipe.adapter.type, routers)
+    return [note] if note else []
+
+
 def _tasks(recipe: Recipe, config: ModelConfig | None) -> None:
-    """Check the files, packages and metrics of the evaluation, and the auxiliary loss of a router."""
-    if config:
-        coefficient = recipe.train.passed_on().get("router_aux_loss_coef")
-        router_loss.check(config, coefficient, recipe.adapter.type)
+    """Check the files, packages and metrics of the evaluation."""
     if recipe.eval.tasks:
         from finetune.evaluation import tasks  # imports for 0.1 s, and most recipes have no tasks
 

@@ -19,6 +19,8 @@ from finetune.core import model_config
 from finetune.models import module_names
 
 KEPT = "finetune_router_output"
+# Doge's experts score two sets of keys, of which each pair is an expert, and keep no logits of the experts
+PRODUCT_KEYS = ("DogeCDMoE",)
 
 
 class RouterUse(NamedTuple):
@@ -51,7 +53,8 @@ def _named_routers(base: PreTrainedModel) -> list[tuple[str, Any, int]]:
             # A class alone means the second output (transformers 5.22, utils/output_capturing.py).
             one = spec if isinstance(spec, OutputRecorder) else OutputRecorder(spec, index=1)
             named = one.layer_name is None or f".{one.layer_name}." in f".{name}."
-            if one.target_class is not None and isinstance(module, one.target_class) and named:
+            is_router = one.target_class is not None and isinstance(module, one.target_class)
+            if is_router and named and type(module).__name__ not in PRODUCT_KEYS:
                 found.append((name, module, one.index))
     return found
 

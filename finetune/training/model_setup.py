@@ -21,8 +21,11 @@ def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:
     base = loading.load(recipe.model, setup, str(data.arguments.device), checks)
     names = module_names.of_model(base)
     storage, kind = setup.storage.value, recipe.adapter.type
-    raise_if_any(adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind))
-    router_loss.check(base.config, data.arguments.router_aux_loss_coef, kind)
+    stored = adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind)
+    raise_if_any([*stored, *adapter_names.check_noise(recipe, names)])
+    requested = data.arguments.router_aux_loss_coef
+    if router_loss.check(base.config, requested, kind, len(names.routers)):  # the checks have shown the note
+        data.arguments.router_aux_loss_coef = 0.0
     base = qat.prepare(base, recipe.speed.qat, checks)
     batches = partial(initialization.calibration, data.prepared.train, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, data.tokenizer)

@@ -26,6 +26,7 @@ from finetune.speed import apply_to_model, fused_lora, live_model_spec, packing_
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
 from support.fused_models import IDS, LINEAR, TYPES, adapted, ranked, step, worst
+from support.launches import H100
 from support.runs import metrics, run_checks
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
@@ -210,6 +211,19 @@ def test_a_bias_that_trains_is_pefts(bias: Any) -> None:
     assert fused.left == {"the base weights train": 6}  # q, k and v of two layers
     (loss, gradients), (right, theirs) = step(model), step(own)
     assert abs(float(loss - right)) < 1e-10 and worst(gradients, theirs) < 1e-10
+
+
+@pytest.mark.parametrize(("family", "chosen"), [("jetmoe", "norms"), ("llama", "full")])
+def test_auto_recomputes_layers_only_where_transformers_can(family: str, chosen: str) -> None:
+    made = AutoConfig.for_model(family, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    spec = decisions.ModelSpec(made, layers=2, adapted=True, dtype="bfloat16")
+    work = WORK._replace(tokens=100_000, usable=0.01)
+    fused = Choice("off", "no adapter")
+    decided = decisions.decide(spec, Speed(), work, H100, fused)
+    assert decided.checkpointing.value == chosen
+    assert (f"no activation checkpointing for {family}" in decided.checkpointing.reason) is (
+        family == "jetmoe"
+    )
 
 
 def test_layers_that_are_not_found() -> None:

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from finetune.run_folder.run_folder import RunFolder
+from support import architectures
 from support.paths import MODEL
 from support.tiny_models import recipe, rows, save, sizes
 
+TOKENS = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
 
 
@@ -349,6 +351,60 @@ def test_check_and_train_count_forgetting_texts_that_are_cut(tmp_path, capsys) -
     assert " ".join(capsys.readouterr().out.split()).count(note) == 1
     notes = json.loads((tmp_path / "run" / "eval.json").read_text())["settings"]["notes"]
     assert note in notes
+
+
+ROUTERLESS = {
+    "jamba": {"num_experts": 1},
+    "qwen2_moe": {"mlp_only_layers": [0, 1]},
+    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
+    "doge": {"is_moe": False},
+    "doge with experts": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4},
+}
+
+
+@pytest.mark.parametrize("loss", ["auto", "trl"])
+@pytest.mark.parametrize("name", ROUTERLESS)
+def test_a_mixture_without_routers_trains_and_says_so(tmp_path, capsys, name, loss) -> None:
+    """Its config has a coefficient. TRL then reads logits of routers that the model does not have."""
+    family = name.partition(" ")[0]
+    base = architectures.CONFIGS.get(family) or {
+        **architectures.CONFIGS["llama"], "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    own = {**base, **ROUTERLESS[name], **{key: sizes()[key] for key in TOKENS}}
+    model = save(tmp_path / "model", causal(transformers.AutoConfig.for_model(family, **own)))
+    one = {"max_steps": 1, "warmup_steps": 0}
+    path = recipe(tmp_path, model, train=one, speed={"loss": loss})
+    for command in ("check", "train"):
+        assert main.main([command, str(path)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert said.count("train.router_aux_loss_coef: 0, because this") == 1
+    lines = (RunFolder(tmp_path / "run").path / "metrics.jsonl").read_text().splitlines()
+    assert not any("aux_loss" in json.loads(line) for line in lines)
+    codes, said = both(recipe(tmp_path, model, train={**one, "router_aux_loss_coef": 0.1}), capsys)
+    assert codes == [2, 2]
+    assert all("the base model has no router" in text for text in said)
+
+
+@pytest.mark.parametrize("adapter", ["prompt_tuning", "p_tuning", "prefix_tuning"])
+def test_neftune_with_virtual_tokens_is_refused_where_transformers_fails(tmp_path, capsys, adapter) -> None:
+    model = save(tmp_path / "model", causal(transformers.GPT2Config(**sizes())))
+    virtual = {"type": adapter, "num_virtual_tokens": 3}
+    noise = {"neftune_noise_alpha": 5.0, "max_steps": 1, "warmup_steps": 0}
+    codes, said = both(recipe(tmp_path, model, adapter=virtual, train=noise), capsys)
+    assert codes == [2, 2]
+    assert all(f"NEFTune does not train with {adapter} on gpt2" in text for text in said)
+
+
+def test_activation_checkpointing_of_a_family_without_it_names_the_other_values(tmp_path, capsys) -> None:
+    own = {**architectures.CONFIGS["jetmoe"], **{key: sizes()[key] for key in TOKENS}}
+    model = save(tmp_path / "model", causal(transformers.AutoConfig.for_model("jetmoe", **own)))
+    for value, code in (("full", 3), ("full:1", 3), ("norms", 0)):
+        one = {"max_steps": 1, "warmup_steps": 0, "output_dir": str(tmp_path / value)}
+        path = recipe(tmp_path, model, train=one, speed={"activation_checkpointing": value})
+        assert main.main(["train", str(path)]) == code
+        said = capsys.readouterr()
+        refused = "transformers has no activation checkpointing for jetmoe" in said.out + said.err
+        assert refused is bool(code), value
 
 
 def test_prefix_tuning_with_a_router_loss_is_refused_alike(tmp_path, capsys) -> None:

@@ -60,7 +60,7 @@ def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
     }
     raw["train"]["output_dir"] = str(folder / "run")
     for name, values in sections.items():
-        raw[name] = values if name == "adapter" else {**raw[name], **values}
+        raw[name] = values if name == "adapter" else {**raw.get(name, {}), **values}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(raw, sort_keys=False))
     return path

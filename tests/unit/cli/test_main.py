@@ -316,6 +316,12 @@ def test_doctor_has_a_row_for_each_optimization(capsys) -> None:
             "99999999999",
             "an integer from 1 to 1,000",
         ),
+        (
+            ["sweep", "--trials", "9" * 400],
+            "--trials: this value is not valid",
+            "9" * 20,
+            "a number up to 1,000,000,000,000",
+        ),
         (["sweep", "--trials", "many"], "--trials: this value is not valid", "many", "an integer from 1"),
         (
             ["plan", "--price-per-hour", "nan"],

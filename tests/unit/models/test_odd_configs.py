@@ -103,6 +103,20 @@ def test_router_loss_config_without_a_count_names_the_way_out() -> None:
     router_loss.check(config, 0.0, "lora")
 
 
+@pytest.mark.parametrize("counted", [True, False], ids=["with counts", "without counts"])
+def test_router_loss_of_a_mixture_without_routers_is_zero_and_said(counted) -> None:
+    """Jamba with one expert, Granite 4.0 micro and dense Doge have a coefficient and no router."""
+    counts = {"num_experts": 4, "num_experts_per_tok": 2} if counted else {}
+    config = SimpleNamespace(
+        model_type="dense", output_router_logits=False, router_aux_loss_coef=0.001, **counts
+    )
+    config.get_text_config = lambda: config
+    assert router_loss.check(config, None, "lora", 0).startswith("train.router_aux_loss_coef: 0, because")
+    assert not router_loss.check(config, 0.0, "lora", 0)
+    with pytest.raises(UserError, match="the base model has no router"):
+        router_loss.check(config, 0.1, "lora", 0)
+
+
 def test_router_loss_of_trl_leaves_the_config_as_it_was() -> None:
     config = transformers.GraniteMoeConfig(num_local_experts=4)
     own = config.to_dict()
