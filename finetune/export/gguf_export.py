@@ -83,8 +83,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
         "serving_check": check_serving(path, job),
         "notes": gguf_tokenizer.notes(job.tokenizer) + gguf_families.notes(config),
     }
-    short = token_limits.batch_limit(config)
-    options = f"-m {path.name} --jinja" + (f" --ctx-size {short}" if short else "")
+    options = serving_options(config, f"-m {path.name}")
     return report | {"serve": [f"llama-server {options}", f"llama-cli {options}"]}
 
 
@@ -104,10 +103,14 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
         "serving_check": check_lora(path, job),
     }
     config: Any = job.config.get_text_config()
-    short = token_limits.batch_limit(config)
-    options = "--jinja" + (f" --ctx-size {short}" if short else "")
     report["notes"] = gguf_families.notes(config)
-    return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} {options}"]}
+    return report | {"serve": [f"llama-server {serving_options(config, f'-m BASE.gguf --lora {path.name}')}"]}
+
+
+def serving_options(config: Any, files: str) -> str:
+    """Return the options of llama.cpp that serve these files, with the context that the model has there."""
+    short = token_limits.batch_limit(config)
+    return f"{files} --jinja" + (f" --ctx-size {short}" if short else "")
 
 
 def entries_of(job: ExportJob, family: gguf_families.Family, rows: int) -> dict[str, Any]:

@@ -328,8 +328,10 @@ def test_longrope_is_served_in_the_context_of_its_short_factors() -> None:
     config: Any = AutoConfig.for_model("phi3", **sizes, pad_token_id=0, rope_parameters=rope)
     assert token_limits.batch_limit(config) == 512
     assert "a context of 512 tokens" in gguf_families.notes(config)[0]
+    assert gguf_export.serving_options(config, "-m a.gguf") == "-m a.gguf --jinja --ctx-size 512"
     plain: Any = AutoConfig.for_model("phi3", **sizes, pad_token_id=0)
     assert token_limits.batch_limit(plain) is None and gguf_families.notes(plain) == []
+    assert gguf_export.serving_options(plain, "-m a.gguf") == "-m a.gguf --jinja"
 
 
 def test_k_quants_without_llama_cpp_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
