@@ -6,9 +6,9 @@ import contextlib
 import functools
 import inspect
 import os
-import sys
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from finetune.core import torch_settings
 from finetune.core.errors import Problem, UserError, only_user_errors
 from finetune.core.privacy import SWITCHES, switch_off_telemetry
 
@@ -20,7 +20,8 @@ Result = TypeVar("Result")
 
 
 def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let a function raise every exception as a `UserError`, and restore the environment at its end.
+    """Let a function raise every exception as a `UserError`, and restore the environment and
+    the settings of torch at its end.
 
     Args:
         doing: the end of the sentence "while finetune ...", such as "merged the adapter".
@@ -32,7 +33,7 @@ def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable
         @functools.wraps(function)
         def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             _check_call(function.__qualname__, signature, args, kwargs)
-            with _same_environment(), _usual_dtype(), only_user_errors(doing):
+            with _same_environment(), torch_settings.usual(), only_user_errors(doing):
                 switch_off_telemetry()  # before the function imports libraries
                 return function(*args, **kwargs)
 
@@ -73,21 +74,6 @@ def _same_environment() -> Iterator[None]:
         for name in _changeable().keys() - before:
             del os.environ[name]
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _usual_dtype() -> Iterator[None]:
-    """Let new tensors have torch's usual dtype, as in a command. A program may have set another default."""
-    torch: Any = sys.modules.get("torch")
-    before = torch and torch.get_default_dtype()
-    if before in (None, torch and torch.float32):
-        yield
-        return
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _changeable() -> dict[str, str]:

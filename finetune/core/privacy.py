@@ -2,8 +2,8 @@
 
 A recipe with a secret is an error, so finetune reads secrets only from the environment. Known secrets are the
 values of variables with names such as token, key or password, and the token of `hf auth login`. finetune
-finds them in plain text and as encoded in JSON, HTML, URLs and base64. It finds other secrets by their
-format. All printed and logged text goes through `masked`.
+finds them in plain text and as encoded in JSON, HTML, URLs and base64, also JSON inside of JSON. It finds
+other secrets by their format. All printed and logged text goes through `masked`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -89,6 +89,13 @@ _LOGIN = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")  # the password of an address, 
 _A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
 SHORTEST_PART = 12  # characters of a part of a known secret; the first ones may be `github_pat_`
+ENCODED = 3  # times that a known secret can be encoded in JSON, HTML or Python
+_ENCODINGS: tuple[Callable[[str], str], ...] = (
+    html.escape,
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: repr(text)[1:-1],
+)
 SHORTEST_CODED = 12  # bytes of a known secret that is also searched in base64
 # Thresholds for random runs of 20 and more letters and digits. tests/security/test_secrets.py measures how
 # many of 1,000 keys they find, and that run folders have no false hits.
@@ -202,16 +209,24 @@ def secrets() -> list[str]:
     logins = (login for value in os.environ.values() for login in _LOGIN.findall(value))
     values |= {login for login in logins if not login.isalpha()}  # `postgres` is the password of many tests
     values |= {logged_in()}
+    # Files of secrets end in a line break, and `docker run --env-file` keeps quotes
+    values |= {value.strip() for value in values}
+    values |= {value[1:-1] for value in values if value[:1] in ("'", '"') and value[:1] == value[-1:]}
     forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
     return sorted(forms, key=len, reverse=True)
 
 
 @lru_cache(maxsize=256)
 def _forms(value: str) -> frozenset[str]:
-    """Return a secret in plain text, and encoded for URLs, JSON, HTML, Python bytes and base64."""
+    """Return a secret in plain text, and encoded for URLs, JSON, HTML, Python and base64.
+
+    A text can be encoded again: JSON inside of JSON, in HTML.
+    """
     plain = value.encode("utf-8", "surrogateescape")
-    forms = {value, quote(plain, safe=""), quote(plain), html.escape(value)}
-    forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+    forms = {value}
+    for _ in range(ENCODED):
+        forms |= {encode(form) for form in forms for encode in _ENCODINGS}
+    forms |= {quote(plain, safe=""), quote(plain)}
     if len(plain) >= SHORTEST_CODED:
         forms |= {plain.hex(), *_in_base64(plain)}
     return frozenset(forms)

@@ -55,9 +55,10 @@ def open_closed() -> None:
 
 
 def allow_closing() -> None:
-    """Let the readers of standard output and error leave early, and discard output after an error.
+    r"""Let the readers of standard output and error leave early, and discard output after an error.
 
-    Input that is not UTF-8 is read as Python reads such arguments, so that its reader can refuse it.
+    Input that is not UTF-8 is read as Python reads such arguments, so that its reader can refuse it. A letter
+    that the encoding of a terminal or a log lacks is shown as an escape, such as `\u4e2d`.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -70,7 +71,7 @@ def allow_closing() -> None:
             replacement = io.TextIOWrapper(
                 buffered,
                 stream.encoding,
-                stream.errors,
+                "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors,
                 line_buffering=True,  # a line that can't be written is an error now, not at the end
                 write_through=stream.write_through,
             )

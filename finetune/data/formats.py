@@ -20,10 +20,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError, nearest, raise_if_any
-from finetune.data import hints, message_weights
+from finetune.data import hints, message_weights, tool_calls
 from finetune.data.examples import BadRow, Example, Message, Row, short
-from finetune.data.json_values import size_error
-from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, separate_results, system_text, tools
+from finetune.data.json_values import json_of, size_error
+from finetune.data.messages import BESIDE, PLAIN, read, role_of, separate_results, system_text, tools
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data
@@ -185,7 +185,25 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
     left |= {
         f"{key} of a content part" for part in parts for key in part.keys() - PART_KEYS if _says(part[key])
     }
+    left |= {
+        f"{key} of a tool call"
+        for turn in turns
+        if turn.keys() != PLAIN or not isinstance(turn["content"], str)
+        for call in _calls_of(turn, row.where)
+        for key in tool_calls.unused(call, row.where)
+    }
     return sorted(left)
+
+
+def _calls_of(turn: dict[str, Any], where: str) -> list[Any]:
+    """Return the tool calls of a message as they are in the row."""
+    held = [turn.get("tool_calls"), turn.get("function_call")]
+    held += [
+        part.get("value") or part.get("text") for part in _parts_of(turn) if part.get("type") == "tool_call"
+    ]
+    if role_of(turn) == "function_call":
+        held.append(turn.get("content", turn.get("value")))
+    return [call for calls in held for call in tool_calls.listed(calls, where)]
 
 
 def _has_no_loss(turn: dict[str, Any], value: dict[str, Any], format: str, data: Data) -> bool:

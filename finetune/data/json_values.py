@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from finetune.data import hints
-from finetune.data.examples import BadRow, Row
+from finetune.data.examples import BadRow, Row, short
 
 
 def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -35,6 +35,26 @@ def is_surely_small(text: str | bytes) -> bool:
         text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
     )
     return brackets <= MOST_LEVELS
+
+
+def json_of(value: object, what: str, where: str) -> Any:
+    """Parse a value if it is JSON text. Otherwise check that JSON can represent the value."""
+    try:
+        if not isinstance(value, str):
+            json.dumps(value, allow_nan=False)
+            return value
+        found = json.loads(value, parse_constant=_no_constant, object_pairs_hook=mapping)
+        if "\\ud" in value.lower():  # half of a surrogate pair is not a character
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        raise BadRow("malformed", f"{what} must be valid JSON", where, found=short(value)) from None
+    if not is_surely_small(value) and (error := size_error(found, where)):
+        raise error
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 def size_error(value: object, where: str) -> BadRow | None:

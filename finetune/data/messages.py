@@ -5,18 +5,18 @@ Reasoning and tool calls are separate keys of a message, as chat templates expec
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-from finetune.data import hints, json_values, message_weights
+from finetune.data import hints, message_weights, tool_calls
 from finetune.data.examples import BadRow, Message, TurnWeights, short
+from finetune.data.json_values import json_of
+from finetune.data.tool_calls import EMPTY
 
 ROLES = ("system", "user", "assistant", "tool")
 THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 """The opening tag can be part of the prompt. Then the answer has only the closing tag."""
 PLAIN = {"role", "content"}
-EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a key that has none
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Types of Anthropic's content parts, besides text. A user message can also have `tool_result`
 ANTHROPIC = ("thinking", "tool_use")
@@ -79,7 +79,7 @@ def tools(given: object, where: str) -> list[dict[str, Any]] | None:
     )
     if not good:
         raise BadRow("malformed", "`tools` must be a list of mappings", where, found=short(found))
-    nameless = [tool for tool in found if not _is_text(tool.get("function", tool).get("name"))]
+    nameless = [tool for tool in found if not tool_calls.is_text(tool.get("function", tool).get("name"))]
     if nameless:
         raise BadRow("malformed", "a tool has no name", where, found=short(nameless[0]))
     return [tool if "function" in tool else _function(tool) for tool in found] or None
@@ -89,26 +89,6 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool in OpenAI's form. Anthropic names its parameters `input_schema`."""
     own = {"parameters" if key == "input_schema" else key: value for key, value in tool.items()}
     return {"type": "function", "function": own}
-
-
-def json_of(value: object, what: str, where: str) -> Any:
-    """Parse a value if it is JSON text. Otherwise check that JSON can represent the value."""
-    try:
-        if not isinstance(value, str):
-            json.dumps(value, allow_nan=False)
-            return value
-        found = json.loads(value, parse_constant=_no_constant, object_pairs_hook=json_values.mapping)
-        if "\\ud" in value.lower():  # half of a surrogate pair is not a character
-            json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, TypeError, RecursionError):
-        raise BadRow("malformed", f"{what} must be valid JSON", where, found=short(value)) from None
-    if not json_values.is_surely_small(value) and (error := json_values.size_error(found, where)):
-        raise error
-    return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"JSON has no {name}")
 
 
 def role_of(turn: dict[str, Any]) -> Any:
@@ -167,20 +147,20 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
     message: Message = {"role": role}
     _check_roles(turn, roles, where)
     content = _either(turn, "content", "value", where)
-    calls = _calls(_either(turn, "tool_calls", "function_call", where), where)
+    calls = tool_calls.listed(_either(turn, "tool_calls", "function_call", where), where)
     if isinstance(content, list):
         content, reasoning, more = _parts(content, where)
         calls += more
         if reasoning:
             message["reasoning_content"] = reasoning
     if named == "function_call":
-        content, calls = "", _calls(content, where) or [content]
+        content, calls = "", tool_calls.listed(content, where) or [content]
     for key in filter(turn.get, BESIDE):
         if not isinstance(turn[key], str):
             raise BadRow("malformed", f"`{key}` must be a string", where, found=short(turn[key]))
         message[key] = turn[key]
     if calls:
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+        message["tool_calls"] = [tool_calls.normalized(call, where) for call in calls]
         content = content or ""
     if not isinstance(content, str):
         raise BadRow("malformed", "`content` must be a string", where, found=short(content))
@@ -286,31 +266,6 @@ def separate_results(turns: list[Any]) -> list[Any]:
         elif rest:
             found.append({**turn, "content": rest})
     return found
-
-
-def _calls(calls: object, where: str) -> list[Any]:
-    """Return the tool calls of a message, which holds none, one call or a list. JSON text is parsed."""
-    if isinstance(calls, str) and calls.strip():
-        calls = json_of(calls, "a tool call", where)
-    return calls if isinstance(calls, list) else [calls] if calls else []
-
-
-def _tool_call(call: object, where: str) -> dict[str, Any]:
-    """Return a tool call in the form that chat templates expect. Its arguments are a mapping."""
-    parsed = json_of(call, "a tool call", where)
-    function = parsed.get("function", parsed) if isinstance(parsed, dict) else None
-    if not isinstance(function, dict) or not _is_text(function.get("name")):
-        raise BadRow("malformed", "a tool call has no name", where, found=short(parsed))
-    arguments = function.get("arguments", function.get("parameters"))
-    arguments = json_of(arguments or {}, "a tool call's arguments", where) or {}
-    if not isinstance(arguments, dict):
-        raise BadRow("malformed", "a tool call's arguments must be a mapping", where, found=short(arguments))
-    more = {"id": parsed["id"]} if parsed.get("id") else {}
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _blank_system(message: Message) -> bool:

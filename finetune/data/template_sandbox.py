@@ -2,7 +2,7 @@
 
 A template is a program that comes with a model or an evaluation task. Jinja's sandbox blocks files and
 attributes, but not endless loops or large allocations. So a child process renders it. The child counts loop
-iterations and macro calls, and can allocate 256 MB. Neither limit depends on the load of the machine. The
+iterations and macro calls, and can allocate 256 MB. No limit depends on the load of the machine. The
 child also runs in parallel to the tokenizer, on another core.
 """
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 ITERATIONS = 5_000_000  # maximum loop iterations of one rendering
+ON_AVERAGE = 50_000  # maximum loop iterations of a rendering of a chat, on average over all of them
 # Added for each pair of messages, because some templates look back from each message
 ITERATIONS_PER_PAIR = 20
 LARGEST_POWER = 100_000  # maximum bits of the result of `**`
@@ -348,7 +349,8 @@ def _limit_operations(environment: Any) -> Any:
             """Count by reading an attribute, because the sandbox makes a call as slow as the loop's body."""
             self.left -= 1
             if self.left < 0:
-                raise _Refused(f"the template took more than {ITERATIONS:,} loop iterations")
+                most = f"{ITERATIONS:,} loop iterations, or {ON_AVERAGE:,} on average"
+                raise _Refused(f"the template took more than {most}")
 
     environment.intercepted_binops = frozenset(["**"])
     environment.binop_table = {**environment.binop_table, "**": _power}
@@ -383,6 +385,12 @@ def _chat_template(source: str, upstream: ModuleType) -> tuple[Any, Any]:
         return environment.from_string(source), limits
 
 
+@lru_cache(maxsize=16)
+def _spare_iterations(source: str) -> list[int]:
+    """Return the loop iterations that the renderings of a template have left, as a list of one number."""
+    return [ITERATIONS]
+
+
 def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
     """Return (text, spans, error) of each chat."""
     from finetune.core import upstream_private
@@ -395,7 +403,9 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
         messages: list[Any], tools: Sequence[dict[str, Any]] | None, prompt: bool = request["prompt"]
     ) -> tuple[str, list[Any]]:
         template, limits = _chat_template(request["template"], upstream)
-        limits.left = ITERATIONS + ITERATIONS_PER_PAIR * len(messages) ** 2
+        pairs, spare = ITERATIONS_PER_PAIR * len(messages) ** 2, _spare_iterations(request["template"])
+        spare[0] += ON_AVERAGE + pairs
+        limits.left = most = min(spare[0], ITERATIONS + pairs)
         given = {
             "messages": upstream_private.with_reasoning_fields(upstream, messages),
             "tools": tools,
@@ -403,8 +413,11 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
             "add_generation_prompt": prompt,
             **options,
         }
-        with _limited_time():
-            text, spans = _with_marks(template, given) if marks else (template.render(given), [])
+        try:
+            with _limited_time():
+                text, spans = _with_marks(template, given) if marks else (template.render(given), [])
+        finally:
+            spare[0] -= most - limits.left
         _check_text(text)
         return text, spans
 

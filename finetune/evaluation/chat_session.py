@@ -232,6 +232,16 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     row = Example("the conversation", [*messages, {"role": "assistant", "content": ""}])
     row = row if talk.chats else Example("the prompt", prompt=messages[-1]["content"])
     (ids,) = talk.encoder.prompts([row])
+    if not ids:
+        raise UserError(
+            Problem(
+                "the prompt has no token",
+                found=repr(messages[-1]["content"]),
+                fix="type a prompt",
+                why="this tokenizer adds no token at the beginning, so the model has nothing to continue",
+                code="value-type",
+            )
+        )
     longest = token_limits.positions(voice.weights.config)
     if longest and len(ids) >= longest:
         raise UserError(

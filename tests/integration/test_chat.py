@@ -148,6 +148,8 @@ def test_plain_text_is_the_prompt_itself(run, talk, tmp_path) -> None:
     )
     assert again[2:] == once, "nothing before it is seen"
     assert talk(folder, "/system x") == ["this model does not support a system message"]
+    (said,) = talk(folder, "--prompt", "", code=2)
+    assert "the prompt has no token" in said
 
 
 def test_a_talk_that_is_too_long(run, talk) -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
 import finetune
-from finetune.core import privacy
+from finetune.core import privacy, torch_settings
 from finetune.core.errors import UserError
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import QUICKSTART
 from support.runs import run_checks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SHORT = ["train.max_steps=2", "train.warmup_steps=0", "eval.generate=false", "eval.forgetting=false"]
 
@@ -61,19 +65,59 @@ def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path,
     assert dict(os.environ) == environment
 
 
-def test_training_does_not_depend_on_the_default_dtype_of_the_program(small, tmp_path) -> None:
-    losses = []
-    for number, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16)):
+@contextlib.contextmanager
+def changed(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def precision_of_products(value: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = value
+
+
+STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "none": contextlib.nullcontext,
+    "dtype float64": lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
+    "dtype bfloat16": lambda: changed(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "device": lambda: changed(torch.set_default_device, "meta", None),
+    "no gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "products in bf16": lambda: changed(torch.set_float32_matmul_precision, "medium", "highest"),
+    "products in bf16 by backend": lambda: changed(precision_of_products, "bf16", "none"),
+}
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    precisions = [holder.fp32_precision for holder in torch_settings.holders(torch).values()]
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    return dtype, device, *modes, *precisions
+
+
+def test_training_does_not_depend_on_the_settings_of_torch_in_the_program(small, tmp_path) -> None:
+    losses = {}
+    for name, state in STATES.items():
         options = ["train.max_steps=2", "eval.generate=false", "eval.forgetting=false"]
-        options += [f"train.output_dir={tmp_path}/{number}", "train.logging_steps=1"]
-        torch.set_default_dtype(dtype)
-        try:
-            run = finetune.train(finetune.load_recipe(QUICKSTART, [*small, *options]), quiet=True)
-            assert torch.get_default_dtype() == dtype
-        finally:
-            torch.set_default_dtype(torch.float32)
-        losses.append([line["loss"] for line in run.metrics if "loss" in line])
-    assert losses[0] == losses[1] == losses[2]
+        options += [f"train.output_dir={tmp_path}/{name}", "train.logging_steps=1"]
+        recipe = finetune.load_recipe(QUICKSTART, [*small, *options])
+        with state():
+            before = state_of_torch()
+            run = finetune.train(recipe, quiet=True)
+            assert state_of_torch() == before
+        losses[name] = [line["loss"] for line in run.metrics if "loss" in line]
+        losses[name].append(run.eval["base"]["loss"])
+    assert all(found == losses["none"] for found in losses.values()), losses
+
+
+def test_a_call_inside_the_device_of_a_with_statement_is_refused(small, tmp_path) -> None:
+    recipe = finetune.load_recipe(QUICKSTART, [*small, *SHORT, f"train.output_dir={tmp_path}/run"])
+    with pytest.raises(UserError, match=r"can't run inside `with torch.device"), torch.device("meta"):
+        finetune.train(recipe, quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("switched_on", [False, True])

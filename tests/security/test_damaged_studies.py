@@ -186,6 +186,8 @@ PROGRAMS = {
     "function in a check": "CREATE TABLE more (a, CHECK (length(hex(zeroblob(400000000))) > 0))",
     "function in an index": "CREATE INDEX more ON studies (hex(zeroblob(study_id)))",
     "pattern": "CREATE TABLE more (a, CHECK (a LIKE '%a%a%a%a%a%b'))",
+    "computed columns": "CREATE TABLE more (z, a AS ('0123456789'), b AS (a || a), c AS (b || b) NOT NULL)",
+    "operator in an index": "CREATE INDEX more ON studies (study_name || study_name)",
 }
 
 
@@ -198,7 +200,7 @@ def test_study_with_a_program_in_its_database_is_refused(program: str, tmp_path)
         database.execute(PROGRAMS[program])
         database.commit()
     for ask in (lambda: study_storage.name_in(url, tmp_path), lambda: read(url)):
-        with pytest.raises(UserError, match=r"views, triggers, virtual tables or functions"):
+        with pytest.raises(UserError, match=r"views, triggers, virtual tables, functions"):
             ask()
 
 
@@ -227,6 +229,33 @@ def test_study_whose_journal_names_another_file_is_refused(linked: bool, tmp_pat
     with pytest.raises(UserError, match="names another file"):
         read(f"sqlite:///{tmp_path / 'link.db' if linked else path}")
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["hard link", "link", "file"])
+@pytest.mark.parametrize("end", ["-shm", "-wal"])
+@pytest.mark.parametrize("in_header", [True, False], ids=["WAL in the header", "WAL only by its files"])
+def test_study_in_wal_mode_leaves_files_of_others(in_header: bool, end: str, kind: str, tmp_path) -> None:
+    """SQLite maps study.db-shm, and cuts it to the size of its index."""
+    path, victim, other = tmp_path / "study.db", tmp_path / "victim", tmp_path / f"study.db{end}"
+    search(f"sqlite:///{path}")
+    if in_header:
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+    victim.write_text("precious\n" * 6000)
+    if kind == "hard link":
+        os.link(victim, other)
+    elif kind == "link":
+        other.symlink_to(victim)
+    else:
+        other.write_bytes(b"precious")
+    content = other.read_bytes()
+    for ask in (
+        lambda: study_storage.name_in(f"sqlite:///{path}", tmp_path),
+        lambda: read(f"sqlite:///{path}"),
+    ):
+        with pytest.raises(UserError, match="the WAL mode of SQLite"):
+            ask()
+    assert other.read_bytes() == content and victim.read_text() == "precious\n" * 6000
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -391,6 +391,10 @@ HIDDEN = 'canary "quoted" \\ & käse=' + "q7" * 6
         lambda value: quote_plus(value, safe=" ").replace("+", "%20"),
         lambda value: html.escape(value),
         lambda value: repr(value),
+        lambda value: json.dumps(json.dumps({"arguments": value})),
+        lambda value: html.escape(json.dumps(json.dumps([value]), ensure_ascii=False)),
+        lambda value: repr(json.dumps(value)),
+        lambda value: json.dumps({"said": repr({"a": value})}),
         lambda value: value.encode().hex(),
         lambda value: base64.b64encode(value.encode()).decode(),
         lambda value: base64.urlsafe_b64encode(value.encode()).decode(),
@@ -404,6 +408,13 @@ def test_secret_of_today_is_masked_in_every_form(form: Callable[[str], str], mon
     shown = privacy.masked(text)
     assert "****" in shown and shown.startswith("before ") and shown.endswith(" after")
     assert len(shown) < 50 and privacy.find_secrets(text, privacy.secrets())
+
+
+@pytest.mark.parametrize("around", ["{}\n", "{}\r\n", " {} ", '"{}"', "'{}'", '"{}"\n'])
+def test_secret_is_known_without_the_space_and_quotes_around_its_variable(around: str, monkeypatch) -> None:
+    """As files of secrets end in a line break, and `docker run --env-file` keeps quotes."""
+    monkeypatch.setenv("DB_PASSWORD", around.format("x9aKqbz7Lp2vR8"))
+    assert privacy.masked("it is x9aKqbz7Lp2vR8, says he") == "it is ****, says he"
 
 
 VARIABLES = {

@@ -110,6 +110,19 @@ def test_a_limit_does_not_depend_on_how_busy_the_machine_is() -> None:
     assert "more than 5,000,000 loop iterations" in more.error
 
 
+def test_many_renderings_may_not_take_long_together() -> None:
+    """Each is under the limit of one. 70 examples of a second each would be a minute in `check`."""
+    loop = "{{{{ messages[0].content }}}}"
+    loop += "{{% for a in range(1000) %}}{{% for b in range({}) %}}{{% endfor %}}{{% endfor %}}"
+    found = answer(loop.format(4000), ASKED * 72)
+    assert found[0].text == "Who came?" and not found[0].error
+    stopped = [one for one in found if "or 50,000 on average" in one.error]
+    assert len(stopped) >= 70 and found[-1] in stopped
+    assert not any(one.error for one in answer(loop.format(40), ASKED * 72))
+    long = "{% for m in messages %}{% for o in messages %}{% endfor %}{% endfor %}x"  # looks back
+    assert not any(one.error for one in answer(long, [(turns(1000), None)] * 10))
+
+
 def turns(count: int) -> list[dict[str, Any]]:
     pair = ({"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."})
     return [

@@ -46,6 +46,9 @@ WATCHED = 30.0  # seconds within which a living worker gives another sign of lif
 # Tolerance in seconds for the start time of a process, because the boot time is known only to the second
 ROUNDED = 2.0
 MOST_TIMES = 3  # limit of repetitions, because the trial itself may crash its workers
+OWN_CHECK = "check (version_info_id=1)"  # the one check in Optuna's tables
+# Words of SQL, beside functions, by which a column or an index computes values
+COMPUTES = {"virtual", "as", "check", "where", "collate", "default", "case", "like", "glob", "in", "is"}
 NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")  # end of a journal of SQLite that names a super-journal
 TRIES = 5  # attempts to create the tables, because two starting workers can conflict
 
@@ -204,15 +207,16 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
 def _check_database(url: str) -> None:
     """Check that a SQLite file holds only what a study has (ValueError).
 
-    Views, triggers and functions in the schema run with each query or write, and may never end. If a journal
-    names another file, SQLite deletes that file. Optuna makes neither.
+    Views, triggers, functions and computed columns in the schema run with each query or write, and may never
+    end. If a journal names another file, SQLite deletes that file. Optuna makes none of them.
 
     Raises:
-        UserError: the file is not regular or too large (exit 2).
+        UserError: the file is not regular or too large, or is in the WAL mode of SQLite (exit 2).
     """
     path = Path(sqlalchemy.make_url(url).database or "").resolve()
     if path.exists() and not path.is_dir():
         _check_file(path)
+    _refuse_wal(path)
     journal = path.with_name(f"{path.name}-journal")
     if journal.exists():
         _check_file(journal)
@@ -225,10 +229,34 @@ def _check_database(url: str) -> None:
             known = connection.exec_driver_sql("SELECT name FROM pragma_function_list").scalars().all()
     finally:
         engine.dispose()
-    words = set(re.findall(r"\w+", " ".join(sql for _, sql in rows).lower()))
-    programs = words & ({"virtual", *known} - {"datetime"})  # Optuna's tables have columns of type DATETIME
-    if programs or {kind for kind, _ in rows} - {"table", "index"}:
-        raise ValueError("the database has views, triggers, virtual tables or functions")
+    schema = " ".join(sql for _, sql in rows).lower().replace(OWN_CHECK, "")
+    words = set(re.findall(r"\w+", schema))
+    programs = words & (COMPUTES | {*known} - {"datetime"})  # Optuna's tables have columns of type DATETIME
+    operators = re.search(r"[^\w\s(),\"]", schema)
+    if programs or operators or {kind for kind, _ in rows} - {"table", "index"}:
+        raise ValueError("the database has views, triggers, virtual tables, functions or computed columns")
+
+
+def _refuse_wal(path: Path) -> None:
+    """Refuse a database in the WAL mode of SQLite, whose two other files SQLite maps and overwrites.
+
+    SQLite uses this mode if the header says so, or if one of the files exists.
+    """
+    others = [path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm")]
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        is_wal = 2 in file.read(20)[18:]
+        if not is_wal and not any(map(os.path.lexists, others)):
+            return
+        name = shlex.quote(str(path))
+        raise UserError(
+            Problem(
+                "the study is in the WAL mode of SQLite",
+                where=str(path),
+                fix=f"if it is your study: sqlite3 {name} 'PRAGMA journal_mode=DELETE'",
+                why="SQLite would write to two more files beside it, and these may be links to other files",
+                code="unsafe-file",
+            )
+        )
 
 
 def _check_file(path: Path) -> None:

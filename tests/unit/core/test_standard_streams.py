@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -48,3 +49,31 @@ def test_command_that_asks_works_with_closed_streams(closed: str) -> None:
         ["sh", "-c", f'"$@" {closed}', "sh", *words], cwd=ROOT, capture_output=True, check=False
     )
     assert done.returncode == 2
+
+
+LETTERS = """
+import sys
+from rich.console import Console
+from finetune.core import standard_streams
+standard_streams.allow_closing()
+standard_streams.say("in the log: ", "\u4e2d\u00e4\U0001f600")
+standard_streams.say("\u4e2d\u00e4", error=True)
+Console().print("in a table: \u4e2d\u00e4\U0001f600")
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:surrogateescape", "latin-1", "cp1252", "gbk", "utf-8"])
+def test_letter_that_the_encoding_of_a_terminal_lacks_is_an_escape(encoding: str) -> None:
+    """Such as an example in Chinese in a log under LANG=en_US, at the end of a run."""
+    done = subprocess.run(
+        [sys.executable, "-c", LETTERS],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.decode(encoding.partition(":")[0])
+    letters = ("\u4e2d", "\\u4e2d"), ("\u00e4", "\\xe4"), ("\U0001f600", "\\U0001f600")
+    assert said.count("in ") == 2
+    assert all(any(said.count(form) == 2 for form in forms) for forms in letters), said

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.data.examples import Example
+from finetune.data.examples import BadRow, Example
 from finetune.data.formats import unused
 from finetune.recipe.schema import Data
 from support.chat_rows import ANSWER, CALL, CHAT, USER, bad, bad_chat, chat, read, row
@@ -45,6 +45,11 @@ def test_tools_may_be_wrapped_or_not_and_be_json_each() -> None:
         [{"function": {"name": "look", "arguments": '{"at": "door"}'}}],
         [{"name": "look", "arguments": {"at": "door"}}],
         [{"name": "look", "parameters": {"at": "door"}}],
+        [{"name": "look", "args": {"at": "door"}, "type": "tool_call"}],  # LangChain
+        [{"name": "look", "input": {"at": "door"}, "type": "tool_use"}],
+        [{"name": "look", "arguments": None, "parameters": {"at": "door"}}],  # of a table with both columns
+        [{"name": "look", "arguments": {}, "args": '{"at": "door"}'}],
+        [{"function": {"name": "look"}, "arguments": {"at": "door"}}],
         {"name": "look", "arguments": '{"at": "door"}'},
         json.dumps([CALL]),
         [json.dumps(CALL)],
@@ -66,6 +71,29 @@ def test_a_call_keeps_its_id_and_may_have_no_arguments() -> None:
         assert found.messages and found.messages[1]["tool_calls"] == [called]
     old_way = {"role": "assistant", "content": "I look.", "function_call": CALL["function"]}
     assert (chat(USER, old_way).messages or [])[1]["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize("arguments", ["0", False, 0, "[1]", "text", [1], True], ids=repr)
+def test_arguments_that_are_no_mapping_are_an_error(arguments: Any) -> None:
+    with pytest.raises(BadRow, match=r"must be (a mapping|valid JSON)"):
+        chat(USER, {"role": "assistant", "tool_calls": [{"name": "x", "arguments": arguments}]})
+
+
+def test_two_kinds_of_arguments_are_an_error_and_other_keys_of_a_call_are_counted() -> None:
+    twice = {"name": "x", "arguments": {"a": 1}, "parameters": {"a": 2}}
+    with pytest.raises(BadRow, match="its arguments twice"):
+        chat(USER, {"role": "assistant", "tool_calls": [twice]})
+    asks: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "x", "kwargs": {"a": 1}, "index": 0}]},
+        {"role": "assistant", "content": "", "tool_calls": json.dumps([{"name": "x", "argument": 0}])},
+        {"role": "assistant", "function_call": {"name": "x", "argument": 1, "note": None}},
+        {"role": "assistant", "content": [{"type": "tool_call", "value": {"name": "x", "argument": 1}}]},
+        {"from": "function_call", "value": '{"name": "x", "argument": 1}'},
+    ]
+    for ask, name in zip(asks, ["kwargs", *["argument"] * 4], strict=True):
+        assert unused(row(messages=[USER, ask]), Data(name="-"), "messages") == [f"{name} of a tool call"]
+    good = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "1", "index": 0}]}
+    assert unused(row(messages=[USER, good]), Data(name="-"), "messages") == []
 
 
 def test_roles_have_other_names_by_role_map() -> None:
