@@ -248,7 +248,7 @@ def logged_in() -> str:
     )
     path = Path(os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser()
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip() if path.is_file() else ""  # a pipe may never end
     except (OSError, ValueError):
         return ""
 

@@ -184,8 +184,8 @@ class Child:
             self._restart()
             raise
         if not line.endswith(b"\n"):
-            too_slow = self.process.wait() == -signal.SIGPROF
-            self.died = ("", (), TOO_SLOW if too_slow else TOO_LARGE)
+            ended = {-signal.SIGPROF: TOO_SLOW, -signal.SIGKILL: KILLED}.get(self.process.wait(), TOO_LARGE)
+            self.died = ("", (), ended)
             self._restart()
             return None
         return json.loads(line)
@@ -196,6 +196,7 @@ class Child:
 
 
 TOO_SLOW = f"{STOPPED}: one rendering took {SECONDS} s of the processor's time"
+KILLED = f"{STOPPED}: its process was killed, as Linux does when the memory of the machine is full"
 TOO_LARGE = f"the template took more than {MEGABYTES} MB"
 
 

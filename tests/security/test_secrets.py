@@ -180,6 +180,9 @@ def test_a_stored_login_is_masked_too(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
     (tmp_path / "token").write_text("a login of the old form\n")
     assert privacy.masked("is: a login of the old form.") == "is: ****."
+    (tmp_path / "token").unlink()
+    os.mkfifo(tmp_path / "token")
+    assert privacy.logged_in() == ""  # a read of it would wait for a writer
 
 
 @pytest.mark.parametrize("name", CANARIES)

@@ -179,6 +179,16 @@ def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> No
     assert "256 MB" in found[1].error and child.process.pid != before
 
 
+def test_process_that_the_system_kills_is_not_said_to_be_too_large() -> None:
+    child = template_sandbox._child(os.getpid())
+    answer(PLAIN)
+    killer = threading.Timer(1.0, child.process.kill)
+    killer.start()
+    (found,) = answer(SQUARES)  # it would run for 30 s
+    killer.join()
+    assert "was killed" in found.error and "256 MB" not in found.error
+
+
 def test_a_process_that_something_else_ended_is_begun_again() -> None:
     encoder = encoder_of(tokenizer_with(chat_templates.read_template("chatml")))
     before = encoder.render([example(TURNS)])
