@@ -74,9 +74,9 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
     listed = dict(plain)
     if untrained and picked:
         listed["target_modules"] = _targets(plain, picked, list(untrained), names)
-    if peft != "lora" or targets is None or not stacks:
+    in_both_layouts = rewritten(names)  # PEFT rewrites dense layers too, also if a model has no experts
+    if peft != "lora" or targets is None or not (stacks or in_both_layouts):
         return Resolved(listed, picked, untrained=untrained)
-    in_both_layouts = rewritten(names)
     routers = [] if targets in (target_modules.EVERYTHING, WITH_EXPERTS) else _routers(picked, names)
     skipped = [one for one in picked if module_names.short(one) in in_both_layouts and one not in routers]
     experts, half = _experts(plain, stacks, every)

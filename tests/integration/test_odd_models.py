@@ -356,6 +356,7 @@ def test_check_and_train_count_forgetting_texts_that_are_cut(tmp_path, capsys) -
 ROUTERLESS = {
     "jamba": {"num_experts": 1},
     "qwen2_moe": {"mlp_only_layers": [0, 1]},
+    "qwen3_moe": {"mlp_only_layers": [0, 1]},
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "doge": {"is_moe": False},
     "doge with experts": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 4},
@@ -373,7 +374,8 @@ def test_a_mixture_without_routers_trains_and_says_so(tmp_path, capsys, name, lo
     own = {**base, **ROUTERLESS[name], **{key: sizes()[key] for key in TOKENS}}
     model = save(tmp_path / "model", causal(transformers.AutoConfig.for_model(family, **own)))
     one = {"max_steps": 1, "warmup_steps": 0}
-    path = recipe(tmp_path, model, train=one, speed={"loss": loss})
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8}  # of all linear layers, which PEFT takes for experts
+    path = recipe(tmp_path, model, adapter=adapter, train=one, speed={"loss": loss})
     for command in ("check", "train"):
         assert main.main([command, str(path)]) == 0
         said = " ".join(capsys.readouterr().out.split())
