@@ -164,6 +164,12 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of a module runs hooks of its forward or backward pass."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks or module._backward_pre_hooks)
+
+
 def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 

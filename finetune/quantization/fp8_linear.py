@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from finetune.core import upstream_private
 from finetune.hardware import detection
@@ -110,7 +111,8 @@ class _FrozenLinear(torch.autograd.Function):
         return product(codes, scale, weight, weight_scale, dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         weight, weight_scale = ctx.saved_tensors
         gradient = input_gradient(grads[0], weight, weight_scale)
         return _cast(gradient, ctx.dtype), None, None, None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
 from finetune.core import upstream_private
@@ -104,7 +105,8 @@ class _Linear(torch.autograd.Function):
         return ops.grouped_mm(rows, weight, ends, outputs_first)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         ends, *stored = ctx.saved_tensors
         grad = grads[0].contiguous()
         weight = ops.dequantize_experts(stored, None, True, ctx.dtype, grad)
@@ -121,7 +123,8 @@ class _Rows(torch.autograd.Function):
         return ops.rows_of_experts(x, places)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         (places,) = ctx.saved_tensors
         return ops.sum_of_experts(grads[0].contiguous(), places, None, ctx.tokens), None
 
@@ -135,7 +138,8 @@ class _Sum(torch.autograd.Function):
         return ops.sum_of_experts(rows, places, weights.contiguous(), weights.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         rows, weights, order, places = ctx.saved_tensors
         exact = torch.promote_types(rows.dtype, torch.float32)
         grad = ops.rows_of_experts(grads[0].contiguous(), places)

@@ -30,8 +30,9 @@ def apply(model: PeftModel) -> PeftModel:
     PEFT's own forward. `logging.getLogger("finetune")` logs which layers are not fused, with the reason.
 
     Call it before the first step, on a model that is on its device. Evaluation, generation, and layers with a
-    disabled or merged adapter run PEFT's own forward. A second call fuses the layers again. Call `remove`
-    before `copy.deepcopy`.
+    disabled or merged adapter run PEFT's own forward. So do layers whose base weights train, or whose inner
+    modules have hooks. A second call fuses the layers again. Call `remove` before `copy.deepcopy`, and before
+    you take gradients of gradients (`create_graph=True`), which is an error with fused layers.
 
     Raises:
         UserError: the model has no adapter, or no adapter that can be fused.
@@ -117,7 +118,7 @@ def _own_memory(base: nn.Linear) -> None:
     """Copy the weight of a linear layer, and its fp8 scale, to memory that no other layer shares."""
     if four_bit.is_four_bit(base):
         return
-    tensors: list[torch.Tensor] = [base.weight]
+    tensors: list[torch.Tensor] = [base.weight] if base.bias is None else [base.weight, base.bias]
     if isinstance(base, fp8_linear.Fp8Linear):
         tensors.append(base.weight_scale)
     for tensor in tensors:

@@ -26,6 +26,7 @@ from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
@@ -287,7 +288,8 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         saved = ctx.saved_tensors
         x, weights, z, order, places, ends, tiles, outer, inner = saved[:9]
         held_first, held_last = (

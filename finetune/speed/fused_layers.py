@@ -7,6 +7,7 @@ forward runs outside of training, with a disabled or merged adapter, and with se
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from types import MethodType
@@ -21,6 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from finetune.autoconfig.compilation import MAX_RANK, fused_unsupported_reason
+from finetune.core import upstream_private
 from finetune.kernels.ops import ACTIVATIONS
 from finetune.models import module_names
 from finetune.quantization import four_bit, fp8_linear
@@ -29,6 +31,7 @@ from finetune.speed.forward_comparison import allowed_difference, changed_parame
 from finetune.speed.fused_experts import FusedExperts
 from finetune.speed.fused_lora import Stack, base_layer_of, gated_mlp, project
 
+log = logging.getLogger("finetune")
 TYPES: tuple[Any, ...] = (lora.Linear, adalora.SVDLinear, ia3.Linear)
 if is_bnb_4bit_available():
     TYPES += (lora.Linear4bit, adalora.SVDLinear4bit, ia3.Linear4bit)
@@ -88,6 +91,10 @@ class Fused:
         self.worst = max(self.worst, self.experts.worst)
         self.hook = decoder.register_forward_pre_hook(self.start) if groups or self.experts.served else None
         self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
+        # Hooks of a user's own loop run only in PEFT's forward, because the fused one calls no inner module
+        called = [module for group in groups for module in group.called] if every_pass else []
+        self.inner = [(_stacks_of(module), list(module.modules())[1:]) for module in called]
+        self.passed_on = 0
         self.served = sum(len(group.members) for group in groups)
         self.mlps = sum(group.called != group.members for group in groups)
         reason = against or "finetune has no fused forward for it"
@@ -113,11 +120,24 @@ class Fused:
         for stack in self.stacks:
             stack.x, stack.ready = None, {}
             followed |= stack.follow()
+        for stacks, modules in self.inner:
+            if any(map(upstream_private.has_hooks, modules)):
+                for stack in stacks:
+                    stack.reason = "a module inside of it has hooks"
+        self._report()
         if self.norms and followed:
             self.norms.rebased()
         if self.norms:
             self.norms.refresh(stepped=self.every_pass and torch.is_grad_enabled())
         self.experts.refresh()
+
+    def _report(self) -> None:
+        """Log if other layers than in the last pass run PEFT's own forward."""
+        reasons = Counter(stack.reason for stack in self.stacks if stack.reason)
+        if reasons.total() != self.passed_on:
+            said = "; ".join(f"{count} layers by PEFT: {reason}" for reason, count in sorted(reasons.items()))
+            log.info("fused layers have changed: %s", said or "all are fused again")
+        self.passed_on = reasons.total()
 
     def _right(self, groups: list[Group], fast: set[nn.Module]) -> list[Group]:
         """Return the groups with correct results. The modules of other groups get their own forwards back.

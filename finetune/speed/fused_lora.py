@@ -22,7 +22,9 @@ from peft.tuners.adalora import AdaLoraLayer
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from finetune.core import upstream_private
 from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import dora_norm
@@ -66,7 +68,8 @@ class Stack:
     Attributes:
         stored: the base weights [sum of outputs, in] in their storage format. They share memory with the
             tensors of the layers.
-        bias: [sum of outputs], or `None`.
+        bias: [sum of outputs], which shares memory with the biases of the layers, or `None`.
+        reason: why the fused forward may not run in this pass; empty if it may.
     """
 
     def __init__(self, layers: list[Any], adapted: list[Any] | None = None) -> None:
@@ -79,8 +82,9 @@ class Stack:
         self.adapted = own or adapted or []
         self.adapters = [layer.active_adapters for layer in self.adapted]
         self.layers, self.sizes = layers, [base.out_features for base in bases]
-        self.stored, self.places = held(bases), _places(bases)
-        self.bias = None if bases[0].bias is None else torch.cat([base.bias.detach() for base in bases])
+        self.stored = held(bases)
+        self.bias = _biases(bases)
+        self.places, self.reason = _places(bases), ""
         self.x: torch.Tensor | None = None  # the input of the outputs in `ready`
         self.ready: dict[int, torch.Tensor] = {}
         self.tracked = True  # whether the outputs have gradients
@@ -88,26 +92,43 @@ class Stack:
 
     def active(self) -> bool:
         """Return whether the fused forward may run: in training, with the same unmerged adapter."""
-        return self.layers[0].training and all(
-            layer.active_adapters == names and not layer.disable_adapters and not layer.merged
-            for layer, names in zip(self.adapted, self.adapters, strict=True)
+        return (
+            not self.reason
+            and self.layers[0].training
+            and all(
+                layer.active_adapters == names and not layer.disable_adapters and not layer.merged
+                for layer, names in zip(self.adapted, self.adapters, strict=True)
+            )
         )
 
     def follow(self) -> bool:
         """Read the base weights again if they have changed, and return whether they have changed.
 
-        PEFT replaces them when it merges or unmerges an adapter.
+        PEFT replaces them when it merges or unmerges an adapter. `load_state_dict` changes them in place. As
+        soon as they train, PEFT's own forward runs.
         """
         bases = [base_layer_of(layer) for layer in self.layers]
+        trains = any(tensor.requires_grad for base in bases for tensor in _tensors(base))
+        self.reason = "the base weights train" if trains else ""
         if _places(bases) == self.places:
             return False
-        self.stored = held(bases)
+        self.stored, self.bias = held(bases), _biases(bases)
         self.places = _places(bases)
         return True
 
 
-def _places(bases: list[Any]) -> list[int]:
-    return [base.weight.data_ptr() for base in bases]
+def _tensors(base: Any) -> list[torch.Tensor]:
+    return [base.weight] if base.bias is None else [base.weight, base.bias]
+
+
+def _places(bases: list[Any]) -> list[tuple[int, int]]:
+    """Return where the tensors of some layers are, and how often each was changed in place."""
+    tensors = [tensor for base in bases for tensor in _tensors(base)]
+    return [(tensor.data_ptr(), upstream_private.version(tensor)) for tensor in tensors]
+
+
+def _biases(bases: list[Any]) -> torch.Tensor | None:
+    return None if bases[0].bias is None else behind_each_other([base.bias for base in bases])
 
 
 def held(bases: list[Any]) -> Stored:
@@ -273,7 +294,8 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         t, b, *stored = ctx.saved_tensors
         grad = grads[0].contiguous()
         dx = input_gradient(grad, stored) if ctx.needs_input_grad[0] else None
@@ -315,7 +337,8 @@ class _GatedMlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         gu, scale, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
         grad, first = grads[0].contiguous(), stored[: ctx.count]
         if ctx.kept == "input" and len(first) > 2:  # dequantized once for both GEMMs

@@ -160,7 +160,7 @@ def memory(hardware: Hardware) -> dict[str, float | None]:
     host = own.memory_info().rss / 2**30
     if hardware.device != "cuda":
         taken = sum(sum(process.cpu_times()[:2]) for process in (own, *own.children()))
-        absent = {"gpu_memory_gib": None, "gpu_utilisation": None}
+        absent = {"gpu_memory_gib": None, "gpu_utilization": None}
         return {**absent, "host_memory_gib": host, "cpu_seconds": taken}
     try:
         busy = torch.cuda.utilization() / 100
@@ -169,5 +169,5 @@ def memory(hardware: Hardware) -> dict[str, float | None]:
     return {
         "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         "host_memory_gib": host,
-        "gpu_utilisation": busy,
+        "gpu_utilization": busy,
     }

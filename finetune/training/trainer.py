@@ -413,6 +413,8 @@ class Trainer(SFTTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.corrector:
             self.corrector.finish_first_step()
+        trained: Any = self.model
+        trained.train()  # TRL logs by this mode, in which a callback of the user may not have left it
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.metrics:
             self.metrics.loads()

@@ -99,7 +99,14 @@ def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
 def add_moved_check(before: dict[str, str], adapted: torch.nn.Module, steps: int, checks: RunChecks) -> None:
     """Count the trainable tensors that differ from `before`, by kind."""
     after = fingerprints(adapted)
-    moved = Counter(family(name) for name in after if after[name] != before[name])
+    if other := sorted(before.keys() ^ after.keys()):
+        checks.add(
+            "trainable parameters",
+            expected="those of the start of training",
+            actual=f"{len(other)} that were added or removed, such as {other[0]}",
+            how="names with requires_grad; a callback must not change them",
+        )
+    moved = Counter(family(name) for name in after if after[name] != before.get(name))
     totals = Counter(map(family, after))
     actual = ", ".join(f"{name} {moved[name]} of {totals[name]}" for name in sorted(totals))
     # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 import finetune
@@ -159,6 +160,36 @@ def test_a_callback_may_end_the_training(small, tmp_path, hook) -> None:
     assert ended["passed"] and ended["expected"] == "at most 40, with a callback"
     assert 0 < run.metrics[-1]["step"] < 40 and (run.folder / "adapter/adapter_model.safetensors").is_file()
     assert run.eval["tuned"]["loss"] > 0
+
+
+class LeavesEvaluationMode(TrainerCallback):
+    def on_step_end(self, args, state, control, model: Any = None, **kwargs: object) -> None:
+        model.eval()  # to generate, for example
+
+
+class AddsAnAdapter(TrainerCallback):
+    def on_step_end(self, args, state, control, model: Any = None, **kwargs: object) -> None:
+        if "other" not in model.peft_config:
+            model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+            model.set_adapter("other")
+
+
+def test_a_callback_may_leave_the_model_in_evaluation_mode(small, tmp_path) -> None:
+    """transformers sets the mode before each step, and TRL logs by the mode after the callbacks."""
+    options = [*small, *SHORT, "train.logging_steps=1"]
+    recipes = [
+        finetune.load_recipe(QUICKSTART, [*options, f"train.output_dir={tmp_path / name}"])
+        for name in ("own", "left")
+    ]
+    own = finetune.train(recipes[0], quiet=True)
+    left = finetune.train(recipes[1], callbacks=[LeavesEvaluationMode()], quiet=True)
+    assert [line["loss"] for line in own.metrics] == [line["loss"] for line in left.metrics]
+
+
+def test_a_callback_that_trains_another_adapter_fails_a_run_check(small, tmp_path) -> None:
+    recipe = finetune.load_recipe(QUICKSTART, [*small, *SHORT, f"train.output_dir={tmp_path / 'run'}"])
+    with pytest.raises(UserError, match="trainable parameters: a run check failed"):
+        finetune.train(recipe, callbacks=[AddsAnAdapter()], quiet=True)
 
 
 class Fails(TrainerCallback):

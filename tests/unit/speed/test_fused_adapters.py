@@ -41,6 +41,84 @@ def test_apply_and_remove_give_the_gradients_and_the_state_of_peft(kind: str) ->
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+def unfreeze(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.0.mlp" in name or "q_proj.base_layer" in name:
+            parameter.requires_grad_(True)
+
+
+def load_other_weights(model: Any) -> None:
+    held = model.state_dict()
+    model.load_state_dict({name: value + 0.01 * ("lora" not in name) for name, value in held.items()})
+
+
+def change_biases(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("base_layer.bias"):
+            parameter.data.add_(0.3)
+
+
+def hook_forward(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith(("up_proj", "down_proj.lora_A.default", "k_proj.base_layer", "act_fn")):
+            module.register_forward_hook(lambda *given: given[-1] * 1.1)
+
+
+def hook_backward(model: Any) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("down_proj"):
+            module.register_full_backward_hook(lambda _, inner, __: tuple(2 * one for one in inner))
+
+
+CHANGES = (unfreeze, load_other_weights, change_biases, hook_forward, hook_backward)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after apply", "before apply"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_apply_follows_a_model_that_the_loop_changes(change: Any, kind: str, before: bool) -> None:
+    fused, own = (adapted(TYPES[kind](), dtype=torch.float64, family="qwen2") for _ in range(2))
+    for model in (fused, own):
+        if before:
+            change(model)
+        if model is fused:
+            finetune.speed.apply(fused)
+        if not before:
+            step(model)
+            change(model)
+        model.zero_grad()
+    (loss, gradients), (right, theirs) = step(fused), step(own)
+    assert gradients.keys() == theirs.keys()
+    assert abs(float(loss - right)) < 1e-10 and worst(gradients, theirs) < 1e-9
+
+
+def test_apply_logs_layers_that_a_hook_gives_back_to_peft(caplog: pytest.LogCaptureFixture) -> None:
+    model, seen = finetune.speed.apply(adapted(ranked())), list[int]()
+    for name, module in model.named_modules():
+        if name.endswith("down_proj"):
+            hook = module.register_forward_hook(lambda *_: seen.append(1))
+    with caplog.at_level(logging.INFO, logger="finetune"):
+        step(model)
+        assert len(seen) == 2 and "by PEFT: a module inside of it has hooks" in caplog.text
+        caplog.clear()
+        step(model)
+        assert not caplog.text
+        hook.remove()
+        step(model)
+    assert "fused layers have changed" in caplog.text
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj"], ["gate_proj", "up_proj", "down_proj"]], ids=str)
+def test_gradients_of_gradients_are_an_error_with_fused_layers(targets: list[str]) -> None:
+    """Their formulas of the backward pass are not differentiated, so the result would be wrong."""
+    model = finetune.speed.apply(adapted(LoraConfig(r=4, target_modules=targets), dtype=torch.float64))
+    model.set_attn_implementation("eager")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(model(input_ids=IDS, labels=IDS).loss, trained, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.stack([(one**2).sum() for one in found]).sum().backward()
+
+
 @pytest.mark.parametrize("kind", ["dora", "lora"])
 def test_apply_in_a_loop_with_a_fused_optimizer_learns_what_peft_learns(kind: str) -> None:
     """torch's fused AdamW moves weights without counting a version, and nobody tells the norms of DoRA."""
