@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core.argument_types import MOST_GPUS
-from finetune.core.errors import Problem, Stopped, UserError
+from finetune.core.errors import Problem, Stopped, UserError, raise_if_any
 from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
@@ -144,17 +144,12 @@ def check_read(command: str, overrides: list[str]) -> None:
                 for text in other
             )
         )
-    key = "data.chat_template"
-    if command != "publish" and any(text.partition("=")[0] == key for text in overrides):
-        raise UserError(
-            Problem(
-                what,
-                key,
-                fix=fix,
-                why="the tokenizer of the run contains its chat template",
-                code="command-line",
-            )
-        )
+    named = {text.partition("=")[0] for text in overrides} if command != "publish" else set[str]()
+    raise_if_any(
+        Problem(what, key, fix=fix, why=f"the tokenizer of the run contains its {part}", code="command-line")
+        for key, part in (("data.chat_template", "chat template"), ("model.add_tokens", "tokens"))
+        if key in named
+    )
 
 
 def train_again(options: argparse.Namespace) -> list[str]:

@@ -198,20 +198,23 @@ def held_out(
     seed: int,
     declared: Collection[int] = (),
     vocabulary: int | None = None,
-) -> list[HeldOut]:
-    """Return the validation examples for evaluation. They pass the same filters as training examples.
+) -> tuple[list[HeldOut], list[str]]:
+    """Return the validation examples for evaluation, and notes on them.
+
+    They pass the same checks as in training.
 
     Args:
         vocabulary: rows of the model's embedding. Every token id must be lower.
 
     Raises:
-        UserError: a token id is outside the embedding (exit 2).
+        UserError: a token id is outside the embedding, an example is malformed, or none is left (exit 2).
     """
     audit = Audit(encoders(tokenizer, data, declared), data.train_on, vocabulary)
     drawn = source_loading.draw_held_out(data, seed)
     rows = [HeldOut(*pair) for pair in audited_held_out(data, drawn, seed, audit)]
     audit.check_ids()
-    return rows
+    audit.check_held_out(data)
+    return rows, audit.report.remarks()
 
 
 def encode_held_out(

@@ -28,7 +28,7 @@ from finetune.data import encoding
 from finetune.data.encoding import Encoder
 from finetune.data.examples import Example
 from finetune.evaluation import reopen, scoring
-from finetune.models import base_identity, token_limits, tokenizer_setup
+from finetune.models import base_identity, token_limits
 from finetune.run_folder import run_folder
 
 MAX_NEW_TOKENS = 512
@@ -103,14 +103,10 @@ def run(
         encoder = encoding.make_encoder(tokenizer, recipe.data, chats)
         voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]
         talk = Talk(voices, encoder, chats, max_new_tokens, temperature, console)
+        for note in (*reopen.notes(recipe, tokenizer), *base_identity.notes(recipe.model, folder)):
+            console.print(visible(f"note: {note}"), markup=False, emoji=False)
         if prompt is not None:
             return answer(talk, prompt)
-        for note in (
-            *reopen.storage_note(recipe),
-            *tokenizer_setup.foreign_template(recipe.model, tokenizer),
-            *base_identity.notes(recipe.model, folder),
-        ):
-            console.print(visible(f"note: {note}"), markup=False, emoji=False)
         if sys.stdin.isatty():
             drawn = "greedy search" if not temperature else f"sampling at temperature {temperature:g}"
             who = visible(f"base model: {recipe.model.name}; fine-tuned model: {folder.path}")

@@ -84,6 +84,7 @@ def run(
     stops = scoring.stops(tuned, tokenizer)
     rows, notes = validation_set.held_out(folder, recipe, tokenizer)
     notes += text_limits.check_model(recipe, tokenizer, tuned)
+    texts = text_limits.predicted(texts, tokenizer)
     notes += reopen.notes(recipe, tokenizer)
 
     def say(what: str) -> None:

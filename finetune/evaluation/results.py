@@ -239,11 +239,7 @@ def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, An
     overrides name another base model, which its validation loss shows.
     """
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
-    own = comparability.resolved(folder).get("model.storage", ("", ""))[0].strip('"')
-    # format 1 could request bf16 under any precision; today `none` means the precision of the launch
-    in_bf16 = folder.format_version == 1 and own == "bf16" and recipe.model.quantization == "none"
-    if (in_bf16 or origin.get("model.quantization") == "override") and now != own:
-        was = f"this run used {own}" if own else "the run does not say what it used"
+    if was := comparability.other_storage(folder, recipe, now):
         return [f"this evaluation stores the base model in {now}, but {was}"]
     overrides_model = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     if not overrides_model:

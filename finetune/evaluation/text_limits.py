@@ -69,6 +69,12 @@ def check(
     texts = [_Text(f"text {number}", [text]) for number, text in enumerate(tasks.general_texts(settings), 1)]
     beyond, long = _measure(texts, tokenizer, rows, longest)
     problems += _unknown_ids(beyond, "eval.forgetting", rows)
+    short = len(texts) - len(predicted([text.readings[0] for text in texts], tokenizer))
+    if short and short == len(texts):
+        problems.append(_no_token(settings))
+    elif short:
+        skipped = f"eval.forgetting: finetune skips {short:,} of {len(texts):,} texts"
+        notes.append(f"{skipped}, because they have fewer than two tokens")
     if long:
         notes.append(
             f"eval.forgetting: {long:,} of {len(texts):,} texts have more than {longest:,} tokens, the "
@@ -91,6 +97,11 @@ def check(
     problems += _of_lm_eval(settings, tokenizer, rows, date, with_hub)
     raise_if_any(problems)
     return notes
+
+
+def predicted(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts with a token to predict, which the first token of a text is not."""
+    return [text for text in texts if len(tokenizer(text)["input_ids"]) > 1]
 
 
 def check_metric(settings: Eval, longest_prompt: int) -> None:
@@ -204,6 +215,17 @@ def _of_lm_eval(
     lm_eval_settings = settings.model_copy(update={"tasks": theirs})
     texts = [_Text(*found) for found in lm_eval_harness.texts(lm_eval_settings, tokenizer, date)]
     return _unknown_ids(_measure(texts, tokenizer, rows, None)[0], "eval.tasks", rows)
+
+
+def _no_token(settings: Eval) -> Problem:
+    return Problem(
+        "no general text has a token to predict",
+        "eval.forgetting",
+        found=str(settings.forgetting),
+        expected="texts of two and more tokens",
+        fix="eval.forgetting: true",
+        code="data-empty",
+    )
 
 
 def _unknown_ids(beyond: list[str], key: str, rows: int) -> list[Problem]:

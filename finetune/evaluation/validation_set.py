@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.verified_files import Damaged
 from finetune.data import audit, preparation, source_loading
 from finetune.data.examples import Example
@@ -15,8 +17,6 @@ from finetune.models import model_files, token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.preparation import HeldOut
@@ -38,8 +38,12 @@ def held_out(
 
     Returns:
         The examples, and notes on them.
+
+    Raises:
+        UserError: an override draws it from the training data, or the data can't be used (exit 2).
     """
     kept, other = folder.file(run_folder.HELD_OUT), overridden(recipe)
+    check_not_drawn_again(recipe)
     config = model_files.read_config(recipe.model)
     ends = tokenizer_setup.declared_ends(recipe.model, config)
     vocabulary = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
@@ -58,7 +62,8 @@ def held_out(
             notes.append(f"{damage}: finetune reads the validation set from the data again")
     before = source_loading.file_states(recipe.data, held_out=True)
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
-    examples = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, vocabulary)
+    examples, remarks = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, vocabulary)
+    notes += [f"validation set: {remark}" for remark in remarks] if other else []
     source_loading.check_unchanged(before, source_loading.file_states(recipe.data, held_out=True))
     if PartialState().is_main_process and not other:
         lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in examples]
@@ -110,6 +115,22 @@ def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
         ) from None
 
 
+def check_not_drawn_again(recipe: Recipe) -> None:
+    """Refuse an override that draws other validation examples from the data that the run was trained on."""
+    key = "data.validation_fraction"
+    if recipe.origin.set_by.get(key) == "override" and recipe.data.validation_fraction is not None:
+        raise UserError(
+            Problem(
+                "an evaluation can't draw validation examples from the training data",
+                key,
+                found=f"override '{key}={recipe.data.validation_fraction:g}'",
+                fix="name a file of other examples: data.validation=FILE",
+                why="the run was trained on these examples",
+                code="command-line",
+            )
+        )
+
+
 def overridden(recipe: Recipe) -> bool:
     """Return whether an override names other data than the run's own."""
     return any(who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items())
@@ -139,4 +160,34 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool)
                 for path in other
             )
         )
+    if overridden:
+        _check_not_of_training(hashes, folder, recorded)
     return [f"{path} is not the validation set of the run" for path in other]
+
+
+def _check_not_of_training(hashes: dict[str, str], folder: RunFolder, recorded: dict[str, str]) -> None:
+    """Refuse a file with the content of a file that the run was trained on.
+
+    Args:
+        recorded: the hash of each file of the run, of both sets.
+    """
+    own = run_folder.recipe_of(folder, files=False).data
+    if own.validation is None and own.validation_fraction is not None:
+        return  # both sets are parts of these files
+    held_out = str(Path(own.validation or "-").resolve())
+    trained = {
+        digest: path
+        for path, digest in recorded.items()
+        if path != held_out and not path.startswith(f"{held_out}/") and not fnmatch(path, held_out)
+    }
+    raise_if_any(
+        Problem(
+            "the run was trained on these examples",
+            "data.validation",
+            found=path if path == trained[digest] else f"{path} has the content of {trained[digest]}",
+            fix="name a file of other examples: data.validation=FILE",
+            code="recipe-conflict",
+        )
+        for path, digest in hashes.items()
+        if digest in trained and Path(path).is_absolute()  # the splits of a Hub dataset have one commit
+    )

@@ -26,7 +26,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
     if report.get("merged_onto"):
         storage = report["merged_onto"]
         dequantized = "" if storage in mixed_precision.STORED else ", dequantized"
-        lines += [("base model", f"as in training ({storage}{dequantized}); merged in fp32")]
+        lines += [("base model", f"{storage}{dequantized}; merged in fp32")]
     if report["quantized"]:
         left = f"{report['layers']['quantized']} linear layers; not quantized: {report['not_quantized']}"
         lines += [("quantized", left)]

@@ -19,12 +19,18 @@ from finetune.export import verify_merge
 from finetune.models import base_identity, loading, model_files
 from finetune.quantization import stored_weights
 from finetune.recipe.schema import Recipe
+from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
 
 
 def changes(folder: RunFolder, recipe: Recipe) -> list[str]:
-    """Return a note if the base model has changed since the run."""
-    return base_identity.notes(recipe.model, folder)
+    """Return notes if the base model has changed since the run, or an override stores it in another way."""
+    found, now = base_identity.notes(recipe.model, folder), reopen.setup_of(recipe).storage.value
+    if was := comparability.other_storage(folder, recipe, now):
+        found.append(
+            f"the base model is stored in {now}, but {was}: the weights differ from those of the run"
+        )
+    return found
 
 
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:

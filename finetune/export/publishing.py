@@ -20,6 +20,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.export import base_model, model_card, published_text, staged_files
 from finetune.hub import client
+from finetune.models import base_identity
 from finetune.preflight import publish_target
 from finetune.recipe.schema import Publish, Recipe
 from finetune.run_folder import run_folder
@@ -70,15 +71,28 @@ def run(
                 code="publish-target",
             )
         )
+    changed = base_identity.notes(recipe.model, folder) if Path(recipe.model.name).is_dir() else []
+    if changed and recipe.origin.set_by.get("model.name") == "override":
+        raise UserError(
+            Problem(
+                "this is not the base model of the run",
+                "model.name",
+                found=changed[0],
+                fix="name the base model that the run was trained on, or remove the override",
+                why="the published files would name it as the base model of the adapter",
+                code="adapter-files",
+            )
+        )
     kind, weights = staged_files.find_weights(folder, merged)
     config = RunFolder(weights).found("adapter_config.json")
     base = base_model.find(recipe.model, section, config, online=not dry_run)
     with staged_files.staging_folder(kept=dry_run) as staged:
         files = staged_files.stage(folder, recipe, kind, weights, base, staged)
         published_text.refuse_secrets(files)
-        repo, notes = section.repo, []
+        repo, notes = section.repo, list(changed)
         if repo and not dry_run:
-            repo, notes = client.prepare(repo, private=section.private, revision=section.revision)
+            repo, said = client.prepare(repo, private=section.private, revision=section.revision)
+            notes += said
         name = repo or f"organization/{folder.path.resolve().name}"
         written = model_card.make(
             staged, recipe, base, kind, name, staged_files.merge_report(folder, weights)

@@ -35,7 +35,7 @@ def positions(config: PreTrainedConfig | ModelConfig) -> int | None:
 
 def text_limit(config: PreTrainedConfig) -> int | None:
     """Return how many tokens an evaluation reads at once: `positions`, or the limit of scaled embeddings."""
-    return positions(config) or getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions(config) or getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 
 def batch_limit(config: PreTrainedConfig | ModelConfig) -> int | None:

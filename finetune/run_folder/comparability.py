@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from finetune.core.formatting import shortened
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
@@ -44,6 +45,23 @@ def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
     """Return, for each dotted key, its value in recipe.resolved.yaml and who set it."""
     found = run_folder.settings(folder.read_recipe(), folder.format_version)
     return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
+
+
+def other_storage(folder: RunFolder, recipe: Recipe, now: str) -> str:
+    """Return how a run stored its base model, as a text, if an override stores it in another way now.
+
+    Args:
+        now: the storage of the base model now, such as `nf4`.
+    """
+    requested = recipe.origin.set_by.get("model.quantization") == "override"
+    if not folder.recipe.exists() or not (requested or folder.format_version == 1):
+        return ""
+    own = resolved(folder).get("model.storage", ("", ""))[0].strip('"')
+    # format 1 could request bf16 under any precision; today `none` means the precision of the launch
+    in_bf16 = folder.format_version == 1 and own == "bf16" and recipe.model.quantization == "none"
+    if not (in_bf16 or requested) or now == own:
+        return ""
+    return f"this run used {own}" if own else "the run does not say what it used"
 
 
 def data(a: RunFolder, b: RunFolder) -> Differences:

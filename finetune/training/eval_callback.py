@@ -205,7 +205,8 @@ def validation_callbacks(
     """Return the callback for evaluation during training, if `eval.eval_steps` is set."""
     if recipe.eval.eval_steps is None:
         return []
-    rows = held_out(recipe.data, tokenizer, recipe.train.seed, tokenizer_setup.declared_ends(recipe.model))
+    ends = tokenizer_setup.declared_ends(recipe.model)
+    rows, _ = held_out(recipe.data, tokenizer, recipe.train.seed, ends)  # the run has shown the notes
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     # before this step, the ranks exceed the budget
     in_budget: int = config.total_step - config.tfinal if adalora.allocates(adapted) else 0

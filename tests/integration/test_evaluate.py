@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from finetune.cli import main
 from finetune.evaluation import reopen, scoring, tasks, verdicts
+from finetune.models import token_limits
 from finetune.recipe import loader
 from finetune.recipe.schema import Eval
 from finetune.reporting import terminal
@@ -177,6 +179,59 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     assert "this is not the base model of the run" in " ".join(other["settings"]["notes"])
     assert not other["tasks"]  # those of nf4 are not this base's
     assert (run.path / "eval.json").read_bytes() == own
+
+
+def test_an_evaluation_on_other_examples_says_which_it_can_not_use(train, small, tmp_path, capsys) -> None:
+    """They pass the checks of training: a loss of a part of the file would stand as the result."""
+    run = train("eval.generate=false")
+    training, held_out = (Path(option.partition("=")[2]) for option in small)
+    rows = held_out.read_text().splitlines()
+    (other := tmp_path / "other.jsonl").write_text("\n".join([*rows[:2], '{"messages": 5}', "{broken"]))
+    many = {"messages": [{"role": "user", "content": "x " * 5000}, {"role": "assistant", "content": "y"}]}
+    (long := tmp_path / "long.jsonl").write_text("\n".join([*rows[:2], json.dumps(many)]))
+    copied = shutil.copy(training, tmp_path / "copy.jsonl")
+
+    def said(*words: str) -> tuple[int, str]:
+        code = main.main(["evaluate", str(run.path), *words])
+        found = capsys.readouterr()
+        return code, " ".join((found.out + found.err).split())
+
+    own = (run.path / "eval.json").read_bytes()
+    code, text = said(f"data.validation={other}")
+    assert code == 2 and "other.jsonl:3" in text and "other.jsonl:4:2" in text
+    code, text = said(f"data.validation={long}")
+    assert code == 0 and "note: validation set: 1 of 3 examples" in text
+    for same in (copied, training):
+        code, text = said(f"data.validation={same}")
+        assert code == 2 and "the run was trained on these examples" in text
+    code, text = said("data.validation_fraction=0.5", "data.validation=null")
+    assert code == 2 and "can't draw validation examples from the training data" in text
+    code, text = said("model.add_tokens=[<zz>]")
+    assert code == 2 and "`evaluate` does not use this key" in text
+    assert (run.path / "eval.json").read_bytes() == own
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_general_texts_without_a_token_to_predict_are_an_error_or_a_note(
+    text: str, train, tmp_path, capsys
+) -> None:
+    run = train("eval.generate=false")
+    path = tmp_path / "general.jsonl"
+    lines = [json.dumps({"text": text}), json.dumps({"text": "Once upon a time there was a bird."})]
+    path.write_text("\n".join(lines[:1] * 3))
+    words = ["evaluate", str(run.path), f"eval.forgetting={path}"]
+    assert main.main(words) == 2
+    assert "no general text has a token to predict" in capsys.readouterr().err
+    path.write_text("\n".join([lines[0], *lines[1:] * 2]))
+    assert main.main(words) == 0
+    result = run.read("eval.json")
+    assert "finetune skips 1 of 3 texts" in " ".join(result["settings"]["notes"])
+    assert result["tasks"][tasks.GENERAL]["rows"] == 2
+
+
+def test_a_config_without_a_number_of_positions_has_no_limit_of_texts() -> None:
+    made = AutoConfig.for_model("llama", max_position_embeddings=0)
+    assert token_limits.text_limit(made) is None
 
 
 def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_layers) -> None:

@@ -9,6 +9,7 @@ import platform
 import random
 import sqlite3
 import struct
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from finetune.core import safe_files
 from finetune.core.errors import Exit, UserError
 from finetune.experiments.runner import varied_keys
-from finetune.experiments.sweep import study, study_storage, sweep_report
+from finetune.experiments.sweep import search_space, study, study_storage, sweep_report
+from finetune.recipe.loader import load
+from support.paths import QUICKSTART
 
 IDENTITY = {"adapter.r": "8", "data": "of one content"}
 STATES = (TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
@@ -167,6 +170,44 @@ def test_study_with_an_odd_value_of_a_trial_is_refused(attributes: dict[str, Any
         with pytest.raises(UserError, match="the stored study is damaged") as raised:
             study.hold(found, tmp_path, IDENTITY)
     assert raised.value.code == Exit.ARTIFACT
+
+
+@pytest.mark.parametrize("number", [0, 7, -3, 2**62])
+def test_study_whose_trials_are_numbered_otherwise_is_refused(number: int, tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    search(url)
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as database:
+        database.execute("UPDATE trials SET number = ? WHERE number = 1", [number])
+        database.commit()
+    with pytest.raises(UserError, match="the stored study is damaged") as raised:
+        read(url)
+    assert raised.value.code == Exit.ARTIFACT
+
+
+def test_study_that_searches_the_other_way_is_refused(tmp_path) -> None:
+    """The hashes are of trials, and Optuna keeps the stored direction of a study."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    search(url)
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as database:
+        database.execute("UPDATE study_directions SET direction = 'MAXIMIZE'")
+        database.commit()
+    with pytest.raises(UserError, match="changed parts: the direction, maximize"):
+        read(url)
+
+
+RANGES = {"range": {"low": 1e-4, "high": 1e-2, "log": True}, "choices": {"choices": [1e-4, 1e-3]}}
+
+
+@pytest.mark.parametrize("value", ["evil", float("nan"), [1], -1.0, 1e5, None], ids=str)
+@pytest.mark.parametrize("kind", RANGES)
+def test_queued_trial_with_a_value_outside_of_the_space_is_not_drawn(kind: str, value: Any, tmp_path) -> None:
+    parameters = {"train.learning_rate": search_space.Parameter.model_validate(RANGES[kind])}
+    space = search_space.Space(tmp_path, search_space.Search(), parameters)
+    with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "s") as found:
+        found.enqueue_trial({"train.learning_rate": value})
+        with pytest.raises(study_storage.UNREADABLE), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna's, of a fixed value outside of the range
+            search_space.draw(found.ask(), space, load(QUICKSTART))
 
 
 @pytest.mark.parametrize("value", [5, [], {"a": []}, None], ids=str)

@@ -367,6 +367,9 @@ def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()
     Args:
         trial: an Optuna trial, whose parameters have the keys as names.
         without: keys that keep the recipe's values.
+
+    Raises:
+        ValueError, LookupError: the study has queued a value that is not in the space.
     """
     values: dict[str, Any] = {}
     for key, one in space.parameters.items():
@@ -379,6 +382,8 @@ def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()
             drawn = trial.suggest_int(key, one.low, one.high, log=one.log, step=one.step or 1)
         else:
             drawn = trial.suggest_float(key, one.low, one.high, log=one.log, step=one.step)
+        if one.choices is None and not one.low <= drawn <= one.high:
+            raise ValueError(f"{key}: {drawn!r} is outside of the space")
         values[key] = multiplied(key, drawn, one, values, recipe)
     return values
 

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from finetune.core import progress, safe_files, signals
 from finetune.core.console import Console
-from finetune.core.errors import Exit, Problem, Stopped, UserError, in_one_line
+from finetune.core.errors import Exit, Problem, Stopped, UserError, first_line, in_one_line
 from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep.search_space_checks import SweepRequest
@@ -200,6 +201,9 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
         folder,
         "choose a new folder with --output, or use the earlier recipe, overrides and search space",
     )
+    maximize = own.get("eval.metric_for_best_model", "loss") != "loss"
+    if study.direction != (StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE):
+        raise study_storage.damaged(str(folder), [f"the direction, {study.direction.name.lower()}"])
     if "identity" not in study.user_attrs:
         study.set_user_attr("identity", own)
     study_storage.add_hashes(study, old)
@@ -306,7 +310,11 @@ def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
         return
     study.sampler = sampler(job.space, job.recipe.train.seed + drawn.number)
     without = drawn.user_attrs.get("without", ())
-    values = search_space.draw(drawn, job.space, job.recipe, without)
+    try:
+        values = search_space.draw(drawn, job.space, job.recipe, without)
+    except study_storage.UNREADABLE as error:
+        found = f"trial {drawn.number} ({type(error).__name__}: {first_line(error)})"
+        raise study_storage.damaged(str(request.folder), [found]) from None
     drawn.set_user_attr("values", values)
     try:
         words, recipe = words_of(job, values, folder)

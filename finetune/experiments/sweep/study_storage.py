@@ -124,7 +124,7 @@ def _asked(url: str, stack: contextlib.ExitStack, ask: Callable[[Any], Any]) -> 
         except UNREADABLE as error:
             if isinstance(error, ValueError) and url.startswith(JOURNAL):
                 raise _no_journal(error, url) from None
-            raise _damaged(f"--storage {shown(url)}", [_unreadable(error)]) from None
+            raise damaged(f"--storage {shown(url)}", [_unreadable(error)]) from None
         except OSError as error:
             if not url.startswith(JOURNAL):
                 raise
@@ -316,7 +316,10 @@ def verify(study: Study, where: str) -> list[int]:
         UserError: a trial or the study differs from its hash (exit 4).
     """
     try:
-        trials = {one.number: one for one in study.get_trials(deepcopy=False)}
+        every = study.get_trials(deepcopy=False)
+        trials = {one.number: one for one in every}
+        if trials.keys() != {*range(len(every))}:
+            raise ValueError("its trials are not numbered from 0")
         file_shapes.check("study", study.user_attrs)
         for one in trials.values():
             fixed = {key: value for key, value in one.system_attrs.items() if key == "fixed_params"}
@@ -327,11 +330,11 @@ def verify(study: Study, where: str) -> list[int]:
         old = set[int]() if study.user_attrs.get(HASHED) else told - hashes.keys()
         missing = hashes.keys() - trials.keys()
         wrong = [number for number in told - old if hashes.get(number) != _hash(trials[number])]
-        damaged = [f"trial {number}" for number in sorted({*missing, *wrong})]
+        parts = [f"trial {number}" for number in sorted({*missing, *wrong})]
     except UNREADABLE as error:
-        raise _damaged(where, [_unreadable(error)]) from None
-    if damaged:
-        raise _damaged(where, damaged)
+        raise damaged(where, [_unreadable(error)]) from None
+    if parts:
+        raise damaged(where, parts)
     return sorted(old)
 
 
@@ -349,7 +352,7 @@ def _unreadable(error: Exception) -> str:
     return f"Optuna can't read the study ({type(error).__name__}: {first_line(error)[:SHOWN]})"
 
 
-def _damaged(where: str, parts: list[str]) -> UserError:
+def damaged(where: str, parts: list[str]) -> UserError:
     return UserError(
         Problem(
             "the stored study is damaged",
