@@ -185,6 +185,8 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
     left |= {
         f"{key} of a content part" for part in parts for key in part.keys() - PART_KEYS if _says(part[key])
     }
+    if any(map(_is_reordered, turns)):
+        left.add("the order of the parts of a message")
     left |= {
         f"{key} of a tool call"
         for turn in turns
@@ -193,6 +195,13 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
         for key in tool_calls.unused(call, row.where)
     }
     return sorted(left)
+
+
+def _is_reordered(turn: dict[str, Any]) -> bool:
+    """Return whether the parts are in another order than in a template: reasoning, text, tool calls."""
+    ranks = {"reasoning": 0, "thinking": 0, "tool_call": 2, "tool_use": 2}
+    found = [ranks.get(str(part.get("type")), 1) for part in _parts_of(turn)]
+    return found != sorted(found)
 
 
 def _calls_of(turn: dict[str, Any], where: str) -> list[Any]:

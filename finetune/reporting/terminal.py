@@ -9,6 +9,7 @@ from finetune.autoconfig.batch_size import few_steps, short_of_peak
 from finetune.core import formatting
 from finetune.core.command_lines import command
 from finetune.core.formatting import is_share
+from finetune.core.privacy import masked
 from finetune.evaluation import tasks, verdicts
 from finetune.recipe import adapter_types
 from finetune.reporting import scores
@@ -128,9 +129,10 @@ def show_scores(screen: Console, result: dict[str, Any], overlap: str = "") -> N
     for number, sample in enumerate(result["samples"][:SHOWN], 1):
         prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
         right = sample["tuned"] == sample["reference"]
-        texts = {name: sample[key][:400] for name, key in SAMPLE.items()}
+        # Masked before the texts are cut or divided into lines, because a key can have several lines
+        texts = {name: masked(sample[key])[:400] for name, key in SAMPLE.items()}
         rows = [
-            ("prompt", prompt),
+            ("prompt", masked(prompt)),
             *(texts | ({"fine-tuned": "equals the reference"} if right else {})).items(),
         ]
         screen.table(

@@ -81,7 +81,7 @@ class Experts:
         self.adapted = wrappers or adapted
         self.adapters = [one.active_adapters for one in self.adapted]
         self.act = ACTIVATIONS[type(module.act_fn).__name__]
-        self.proving = False
+        self.proving = self.trains = False
         self.first: Any = None
         self.last: Any = None
         self.hold()
@@ -165,6 +165,7 @@ class Experts:
         Fused optimizers do not count a new version of a parameter, so it copies in every pass. The copy does
         not count as a new version of the tensors either, since an earlier pass may still need its backward.
         """
+        self.trains = any(own.requires_grad for own in self.module.parameters(recurse=False))
         if self.quantized and self._replaced():
             self.hold()
         if not self.quantized and [getattr(self.module, n).data_ptr() for n in (FIRST, LAST)] != self.places:
@@ -188,13 +189,14 @@ class Experts:
         )
 
     def active(self) -> bool:
-        """Return whether the module trains with the same adapter, which is on and not merged.
+        """Return whether the module trains on frozen weights with the same adapter, on and not merged.
 
         Quantized experts need not train. PEFT's own forward would leave its changes on the module
         (peft 0.21.2, ParamWrapper._remove_parametrizations).
         """
         return self.proving or (
-            (self.module.training or (self.quantized and bool(self.wrappers)))
+            not self.trains
+            and (self.module.training or (self.quantized and bool(self.wrappers)))
             and all(
                 layer.active_adapters == names and not layer.disable_adapters and not layer.merged
                 for layer, names in zip(self.adapted, self.adapters, strict=True)

@@ -54,6 +54,33 @@ def test_changed_base_model_is_named(change: Any, named: str, finished: Path, tm
     assert said in json.loads((run / "merge.json").read_text())["merged"]["notes"]
 
 
+def test_chat_with_one_prompt_names_a_changed_base_model(finished: Path, tmp_path: Path, capsys) -> None:
+    kept = shutil.copytree(finished / "model", tmp_path / "kept")
+    try:
+        change_config(finished / "model")
+        assert main.main(["chat", str(finished / "run"), "--prompt", "Hi", "--max-new-tokens", "2"]) == 0
+    finally:
+        shutil.copytree(kept, finished / "model", dirs_exist_ok=True)
+    assert "the base model has changed since the run: rms_norm_eps" in capsys.readouterr().out
+
+
+def test_publish_of_another_base_model_is_refused(finished: Path, tmp_path: Path, capsys) -> None:
+    other = shutil.copytree(finished / "model", tmp_path / "other")
+    words = ["publish", str(finished / "run"), "--dry-run", f"model.name={other}"]
+    assert main.main(words) == 0
+    change_weights(other)
+    capsys.readouterr()
+    assert main.main(words) == 2
+    assert "this is not the base model of the run" in capsys.readouterr().err
+
+
+def test_merge_that_stores_the_base_model_otherwise_says_so(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished / "run", tmp_path / "run")
+    assert main.main(["merge", str(run), "model.quantization=nf4", "--quiet"]) == 0
+    (note,) = json.loads((run / "merge.json").read_text())["merged"]["notes"]
+    assert note.startswith("the base model is stored in nf4, but this run used fp32")
+
+
 def test_sample_reads_both_ends_of_files_of_any_size(tmp_path: Path) -> None:
     file, size = tmp_path / "file", verified_files.SAMPLE * verified_files.SAMPLES
     for length in (0, 1, verified_files.SAMPLE, verified_files.SAMPLE + 1, 3 * size + 7):

@@ -379,6 +379,7 @@ def test_run_folder_has_nothing_that_looks_like_a_secret(trained) -> None:
     assert not [one for text in texts for one in privacy.find_secrets(text, [])]
 
 
+ONE_STEP = ("train.max_steps=1", "train.warmup_steps=0", "eval.max_new_tokens=2", "eval.forgetting=false")
 HIDDEN = 'canary "quoted" \\ & käse=' + "q7" * 6
 
 
@@ -520,6 +521,24 @@ def test_part_of_a_secret_that_a_message_cuts_is_masked(count: int, monkeypatch)
     assert secret[:8] not in str(
         errors.Problem("a role is unknown", found=short("x" * (60 - count) + secret))
     )
+
+
+def test_secret_of_several_lines_is_masked_in_the_samples(small, tmp_path, monkeypatch, capsys) -> None:
+    """The table of samples has a row for each line, and cuts long texts."""
+    middle = "MIICXAIBAAKBgQCqGKukO1De7zhZj6xH0qtjTkVxwTCpvKe4eCZ0FPqri0cb2JZf"
+    key = f"-----BEGIN RSA PRIVATE KEY-----\n{middle}\n-----END RSA PRIVATE KEY-----"
+    monkeypatch.setenv("DB_PASSWORD", "my own password of words")
+    rows = [
+        [("user", f"Use {key} now"), ("assistant", f"{'x' * 385} my own password of words")],
+        [("user", "Which key?"), ("assistant", key)],
+    ]
+    chats = [{"messages": [{"role": role, "content": said} for role, said in chat]} for chat in rows]
+    (data := tmp_path / "held.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    options = [*small, f"data.validation={data}", f"train.output_dir={tmp_path}/run", *ONE_STEP]
+    assert main.main(["train", str(QUICKSTART), *options]) == 0
+    said = capsys.readouterr().out + (tmp_path / "run/log.txt").read_text()
+    assert "validation example" in said and "****" in said
+    assert middle[:12] not in said and "my own pass" not in said
 
 
 def test_secret_in_an_example_is_masked_on_the_screen_and_on_the_page(tmp_path, monkeypatch, capsys) -> None:

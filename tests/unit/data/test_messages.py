@@ -96,6 +96,18 @@ def test_two_kinds_of_arguments_are_an_error_and_other_keys_of_a_call_are_counte
     assert unused(row(messages=[USER, good]), Data(name="-"), "messages") == []
 
 
+def test_parts_of_a_message_in_an_order_that_no_template_writes_are_counted() -> None:
+    thinks, text = {"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "I look."}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    for parts, counted in (
+        ([thinks, text, call], []),
+        ([call, text], ["order"]),
+        ([thinks, text, thinks], ["order"]),
+    ):
+        value = row(messages=[USER, {"role": "assistant", "content": parts}])
+        assert [name.split()[1] for name in unused(value, Data(name="-"), "messages")] == counted
+
+
 def test_roles_have_other_names_by_role_map() -> None:
     turns = [{"role": "sys", "content": "Be brief."}, {**USER, "role": "me"}, {**ANSWER, "role": "bot"}]
     names = {"sys": "system", "me": "user", "bot": "assistant"}
