@@ -34,11 +34,16 @@ _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
 _SWITCHES = (
     r"ACCELERATE_(USE_(CPU|FSDP|DEEPSPEED|MEGATRON_LM|PARALLELISM_CONFIG)|DEBUG_MODE|CPU_AFFINITY|ENABLE_RICH"
-    r"|INIT_INCLUDE_BUFFERS)|FSDP_(USE_ORIG_PARAMS|SYNC_MODULE_STATES|OFFLOAD_PARAMS|FORWARD_PREFETCH"
+    r"|INIT_INCLUDE_BUFFERS|DYNAMO_USE_(FULLGRAPH|DYNAMIC|REGIONAL_COMPILATION))|FSDP_(USE_ORIG_PARAMS|SYNC_MODULE_STATES|OFFLOAD_PARAMS|FORWARD_PREFETCH"
     r"|CPU_RAM_EFFICIENT_LOADING|ACTIVATION_CHECKPOINTING)|HF_HUB_OFFLINE"
 )
 _FORMS = (  # names of variables that libraries read, most of a launcher, and their values
-    (r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_PORT|PARALLELISM_CONFIG_\w+_SIZE", r"-?\d{1,9}"),
+    (r"(LOCAL_)?RANK", r"-?\d{1,9}"),
+    (r"(LOCAL_)?WORLD_SIZE|PARALLELISM_CONFIG_\w+_SIZE", r"[1-9]\d{0,8}"),
+    (r"PARALLELISM_CONFIG_SP_BACKEND", r"deepspeed"),
+    (r"MASTER_PORT", r"\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5]"),
+    (r"MASTER_ADDR", r"\S+"),
+    (r"ACCELERATE_USE_MEGATRON_LM", r"(?i)n|no|f|false|off|0"),  # finetune does not support Megatron-LM
     (r"ACCELERATE_GRADIENT_(CLIPPING|ACCUMULATION_STEPS)", r"|auto|-?\d{1,9}(\.\d{1,9})?"),
     (r"ACCELERATE_MIXED_PRECISION", r"|no|fp16|bf16|fp8"),
     (_SWITCHES, r"(?i)y|yes|t|true|on|1|n|no|f|false|off|0"),  # accelerate.utils.str_to_bool
@@ -243,13 +248,13 @@ def ways() -> dict[str, str]:
 def timeout_seconds() -> int:
     """Return the seconds that a process waits for others before it raises an error (default: 1800)."""
     setting = said(TIMEOUT, "1800")
-    if not setting.isdecimal() or int(setting) < 1:
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", setting):
         raise UserError(
             Problem(
                 "the timeout must be an integer number of seconds",
                 TIMEOUT,
                 found=setting,
-                expected="1 or more",
+                expected="an integer from 1 to 999999999",
                 fix=f"{TIMEOUT}=600",
                 code="value-range",
             )

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
+DRAWS = (  # keys that decide which examples `validation_fraction` draws
+    "data.validation_fraction", "data.subset", "data.split", "data.revision", "data.format", "data.columns",
+    "data.role_map",
+)  # fmt: skip
 CHOSEN = (
     "the validation set also selected the best checkpoint (eval.eval_steps), so its scores are slightly "
     "optimistic"
@@ -117,18 +121,19 @@ def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
 
 def check_not_drawn_again(recipe: Recipe) -> None:
     """Refuse an override that draws other validation examples from the data that the run was trained on."""
-    key = "data.validation_fraction"
-    if recipe.origin.set_by.get(key) == "override" and recipe.data.validation_fraction is not None:
-        raise UserError(
-            Problem(
-                "an evaluation can't draw validation examples from the training data",
-                key,
-                found=f"override '{key}={recipe.data.validation_fraction:g}'",
-                fix="name a file of other examples: data.validation=FILE",
-                why="the run was trained on these examples",
-                code="command-line",
-            )
+    if recipe.data.validation_fraction is None or recipe.data.validation is not None:
+        return
+    raise_if_any(
+        Problem(
+            "an evaluation can't draw other validation examples from the training data",
+            key,
+            fix="remove the override, or name a file of other examples: data.validation=FILE",
+            why="the run was trained on these examples",
+            code="command-line",
         )
+        for key in DRAWS
+        if recipe.origin.set_by.get(key) == "override"
+    )
 
 
 def overridden(recipe: Recipe) -> bool:
@@ -162,7 +167,8 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool)
         )
     if overridden:
         _check_not_of_training(hashes, folder, recorded)
-    return [f"{path} is not the validation set of the run" for path in other]
+    said = "is not the validation set of the run; finetune does not look for training examples in it"
+    return [f"{path} {said}" for path in other]
 
 
 def _check_not_of_training(hashes: dict[str, str], folder: RunFolder, recorded: dict[str, str]) -> None:
@@ -175,10 +181,11 @@ def _check_not_of_training(hashes: dict[str, str], folder: RunFolder, recorded: 
     if own.validation is None and own.validation_fraction is not None:
         return  # both sets are parts of these files
     held_out = str(Path(own.validation or "-").resolve())
+    known = (held_out, f"{held_out}/*", Path(held_out).name)  # a run from the Hub has only the names of files
     trained = {
         digest: path
         for path, digest in recorded.items()
-        if path != held_out and not path.startswith(f"{held_out}/") and not fnmatch(path, held_out)
+        if not any(path == one or fnmatch(path, one) for one in known)
     }
     raise_if_any(
         Problem(

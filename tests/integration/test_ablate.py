@@ -46,7 +46,7 @@ baseline:
     {model.attention: eager, speed.activation_checkpointing: full, speed.loss: trl, train.optim: adamw_torch}
 optimizations:
   - {name: no_recompute, kind: memory, what: it, set: {speed.activation_checkpointing: none}}
-  - {name: broken, kind: data, what: it, set: {data.format: text}}
+  - {name: broken, kind: data, what: it, set: {data.max_example_bytes: 1}}
   - {name: refused, kind: data, what: it, set: {train.effective_batch_size: 5}}
   - {name: faster_than_light, kind: precision, what: it, set: {train.tf32: true}, needs: {device: cuda}}
   - {name: packing, kind: data, what: it, set: {data.packing: true}, same_tokens: true, gate: held_out}
@@ -94,7 +94,7 @@ def test_an_ablation_is_measured_and_what_fails_is_named(climbed: Climbed) -> No
     faster = row["faster_than_light"]
     assert (faster["status"], faster["why"]) == ("skipped", "this machine has no GPU")
     assert row["refused"]["status"] == "refused" and "is not a multiple" in row["refused"]["why"]
-    assert row["broken"]["status"] == "error" and "no example has the format" in row["broken"]["why"]
+    assert row["broken"]["status"] == "error" and "too large to read into memory" in row["broken"]["why"]
     assert row["no_recompute"]["status"] in ("kept", "dropped")
     assert row["no_recompute"]["alone"]["apart"] < 1e-3, "recomputing changes no loss"
     packed = loader.load(
@@ -185,7 +185,7 @@ def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed,
     assert main.main(["check", str(best)]) == 0, capsys.readouterr().err
     text = best.read_text()
     assert re.search(r"activation_checkpointing: .*ablation: no_recompute, (kept|dropped)", text)
-    assert re.search(r"format: \S+ .*ablation: broken, error", text)
+    assert re.search(r"max_example_bytes: \S+ .*ablation: broken, error", text)
     assert loader.load(best).model.attention == "auto", "no optimization was about it"
 
 

@@ -159,7 +159,7 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     content = run.read("eval.json")
     content["settings"]["rows"] = 5
     run.write("eval.json", content)
-    assert comparability.obstacles(before, run) == ["evaluation rows: 6 and 5"]
+    assert comparability.obstacles(before, run) == ["evaluation rows: 3 and 5"]
     asked.append("eval.tasks=[]")
     content["settings"]["storage"] = "bf16"  # as by another machine
     run.write("eval.json", content)
@@ -204,8 +204,12 @@ def test_an_evaluation_on_other_examples_says_which_it_can_not_use(train, small,
     for same in (copied, training):
         code, text = said(f"data.validation={same}")
         assert code == 2 and "the run was trained on these examples" in text
-    code, text = said("data.validation_fraction=0.5", "data.validation=null")
-    assert code == 2 and "can't draw validation examples from the training data" in text
+    for draws in (
+        ["data.validation_fraction=0.5"],
+        ["data.validation_fraction=0.2", "data.columns={a: text}"],
+    ):
+        code, text = said(*draws, "data.validation=null")
+        assert code == 2 and text.count("can't draw other validation examples") == len(draws)
     code, text = said("model.add_tokens=[<zz>]")
     assert code == 2 and "`evaluate` does not use this key" in text
     assert (run.path / "eval.json").read_bytes() == own

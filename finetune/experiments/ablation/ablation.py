@@ -134,6 +134,7 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     own = load_recipe(request.path, request.overrides)
     given = optimizations.read(request.optimizations)
     optimizations.check_values(given, own.adapter.type)
+    optimizations.check_rows(given, own)
     steps = optimizations.of_type(given, own.adapter.type)
     checker.check_without_examples(own)
     optimizations.check_baseline(own, request.path, request.overrides, steps)

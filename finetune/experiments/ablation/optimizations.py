@@ -287,6 +287,11 @@ def _set_problems(file: AblationFile) -> list[Problem]:
     return problems
 
 
+def check_rows(file: AblationFile, recipe: Recipe) -> None:
+    """Refuse optimizations that would change a validation set drawn from the training data (exit 2)."""
+    raise_if_any(varied_keys.drawn_problems(recipe, {key: at for key, _, at in _sets(file)}))
+
+
 def check_values(file: AblationFile, kind: str) -> None:
     """Check the values that the optimizations set, for one adapter type.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune.core import strict_yaml
@@ -22,12 +22,20 @@ FIXED = {  # keys and sections that all compared runs share, in ablations and sw
     "data.validation": SAME_ROWS,
     "data.validation_fraction": SAME_ROWS,
     "data.train_on": SAME_ROWS,
+    "data.reasoning": SAME_ROWS,
+    "data.format": SAME_ROWS,
+    "data.columns": SAME_ROWS,
+    "data.role_map": SAME_ROWS,
     "data.chat_template": SAME_ROWS,
+    "data.template_date": SAME_ROWS,
     "data.max_length": SAME_ROWS,
+    "data.too_long": SAME_ROWS,
     "train.seed": "all runs use the recipe's seed",
     "train.output_dir": "each run has a folder of its own",
 }
 
+# Keys that all compared runs share if the validation set is a part of the training data
+_OF_DRAWN = ("data.name", "data.revision", "data.subset", "data.split")
 NO_RESULT = (  # keys that change no result, so a study from an older version may lack them
     "data.max_example_bytes",
     "data.max_uncompressed_bytes",
@@ -35,6 +43,26 @@ NO_RESULT = (  # keys that change no result, so a study from an older version ma
     "eval.min_score_difference",
     "train.dataloader_timeout",
 )
+
+
+def drawn_problems(recipe: Recipe, keys: Mapping[str, str]) -> list[Problem]:
+    """Return the problems of varied keys that change a validation set drawn by `data.validation_fraction`.
+
+    Args:
+        keys: the position of each key in its file.
+    """
+    return [
+        Problem(
+            "compared runs can't differ in this key",
+            key,
+            where=where,
+            fix="name a file with validation examples: data.validation=FILE",
+            why=f"{SAME_ROWS}, and the recipe draws it from the training data",
+            code="recipe-conflict",
+        )
+        for key, where in keys.items()
+        if key in _OF_DRAWN and recipe.data.validation_fraction is not None
+    ]
 
 
 def overrides(values: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from finetune.core import signals
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
+from finetune.experiments.runner import varied_keys
 from finetune.experiments.runner.varied_keys import text_of
 from finetune.experiments.sweep.search_space import (
     TYPE,
@@ -69,6 +70,8 @@ def prepare(requested: SweepRequest) -> tuple[Recipe, Looked]:
         parse(requested.space),
     )
     comparable(recipe)
+    where = {key: space.where.get(("space", key), "") for key in space.parameters}
+    wrong = [*wrong, *varied_keys.drawn_problems(recipe, where)]
     try:
         found = signals.in_new_process(_look, requested.path, requested.overrides, space, bool(wrong))
     except UserError as error:
