@@ -13,6 +13,7 @@ from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.verified_files import Damaged
 from finetune.data import audit, preparation, source_loading
 from finetune.data.examples import Example
+from finetune.evaluation import training_examples
 from finetune.models import model_files, token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
 
@@ -65,9 +66,13 @@ def held_out(
             check_present(recipe, damage, kept)
             notes.append(f"{damage}: finetune reads the validation set from the data again")
     before = source_loading.file_states(recipe.data, held_out=True)
-    notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
+    named = recipe.origin.set_by.get("data.validation") == "override" and recipe.data.validation is not None
+    hashes = source_loading.fingerprints(recipe.data, held_out=True)
+    notes += check_unchanged(hashes, folder, other, named=named)
     examples, remarks = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, vocabulary)
-    notes += [f"validation set: {remark}" for remark in remarks] if other else []
+    if other:
+        notes += [f"validation set: {remark}" for remark in remarks]
+        notes += training_examples.notes(folder, recipe, [row.example for row in examples])
     source_loading.check_unchanged(before, source_loading.file_states(recipe.data, held_out=True))
     if PartialState().is_main_process and not other:
         lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in examples]
@@ -141,8 +146,15 @@ def overridden(recipe: Recipe) -> bool:
     return any(who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items())
 
 
-def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool) -> list[str]:
+def check_unchanged(
+    hashes: dict[str, str], folder: RunFolder, overridden: bool, *, named: bool = False
+) -> list[str]:
     """Check that the validation set is the run's own. A changed file could contain training examples.
+
+    Args:
+        hashes: the hash of each file that the validation set is read from.
+        overridden: whether an override names other data than the run's own.
+        named: whether an override names the validation set.
 
     Returns:
         Notes on files that the run's recipe did not name.
@@ -165,10 +177,9 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool)
                 for path in other
             )
         )
-    if overridden:
+    if named:
         _check_not_of_training(hashes, folder, recorded)
-    said = "is not the validation set of the run; finetune does not look for training examples in it"
-    return [f"{path} {said}" for path in other]
+    return [f"{path} is not the validation set of the run" for path in other]
 
 
 def _check_not_of_training(hashes: dict[str, str], folder: RunFolder, recorded: dict[str, str]) -> None:
@@ -178,8 +189,6 @@ def _check_not_of_training(hashes: dict[str, str], folder: RunFolder, recorded: 
         recorded: the hash of each file of the run, of both sets.
     """
     own = run_folder.recipe_of(folder, files=False).data
-    if own.validation is None and own.validation_fraction is not None:
-        return  # both sets are parts of these files
     held_out = str(Path(own.validation or "-").resolve())
     known = (held_out, f"{held_out}/*", Path(held_out).name)  # a run from the Hub has only the names of files
     trained = {

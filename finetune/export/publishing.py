@@ -71,8 +71,11 @@ def run(
                 code="publish-target",
             )
         )
-    changed = base_identity.notes(recipe.model, folder) if Path(recipe.model.name).is_dir() else []
-    if changed and recipe.origin.set_by.get("model.name") == "override":
+    named = {"model.name", "model.revision"} & {
+        key for key, who in recipe.origin.set_by.items() if who == "override"
+    }
+    changed = base_identity.notes(recipe.model, folder) if named or Path(recipe.model.name).is_dir() else []
+    if named and any(note.startswith(base_identity.CHANGED) for note in changed):
         raise UserError(
             Problem(
                 "this is not the base model of the run",

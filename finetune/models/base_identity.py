@@ -14,7 +14,10 @@ from finetune.core.weight_files import find_weight_files
 from finetune.hub import client
 from finetune.models import model_files, usual_configs
 from finetune.recipe.schema import Model
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
+
+CHANGED = "the base model has changed since the run"
 
 
 def describe(model: Model) -> dict[str, Any]:
@@ -69,12 +72,20 @@ def check_adapter(folder: Path, model: Model) -> None:
             fix="restore the base model, or from_other_base: true",
             code="adapter-files",
         )
-        for note in (notes(model, run) if folder == run.adapter and run.recipe.exists() else ())
+        for note in (_local_notes(model, run) if folder == run.adapter and run.recipe.exists() else ())
     )
 
 
 def notes(model: Model, run: RunFolder) -> list[str]:
-    """Return a note if the base model of a run differs from what `describe` returned when the run started."""
+    """Return a note if the base model is not that of the run, or can't be compared with it."""
+    own = run_folder.recipe_of(run, files=False).model
+    if local_path(own.name) and local_path(model.name):
+        return _local_notes(model, run)
+    return _notes_of_hub(model, own)
+
+
+def _local_notes(model: Model, run: RunFolder) -> list[str]:
+    """Return a note if a folder differs from what `describe` returned when the run started."""
     recorded, now = run.found("environment.json").get("base_model"), describe(model)
     if not recorded or not now:
         return []
@@ -86,4 +97,19 @@ def notes(model: Model, run: RunFolder) -> list[str]:
     if not differing:
         return []
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-    return [f"the base model has changed since the run: {', '.join(differing[:3])}{more}"]
+    return [f"{CHANGED}: {', '.join(differing[:3])}{more}"]
+
+
+def _notes_of_hub(model: Model, own: Model) -> list[str]:
+    """Return the same for a model on the Hub, now or at the start. Its commit identifies it.
+
+    Args:
+        own: the base model of the run.
+    """
+    if (own.name, own.revision) == (model.name, model.revision):
+        return []
+    was = f"{own.name} at {own.revision or 'main'}"
+    if local_path(own.name) or local_path(model.name):
+        return [f"finetune can't compare the base model {model.name} with that of the run, {own.name}"]
+    commit = client.commit(model.name, model.revision or "main")
+    return [] if commit == own.revision else [f"{CHANGED}: {model.name} at {commit} in place of {was}"]

@@ -201,6 +201,14 @@ def test_an_evaluation_on_other_examples_says_which_it_can_not_use(train, small,
     assert code == 2 and "other.jsonl:3" in text and "other.jsonl:4:2" in text
     code, text = said(f"data.validation={long}")
     assert code == 0 and "note: validation set: 1 of 3 examples" in text
+    part, among = tmp_path / "part.jsonl", tmp_path / "among.json"
+    part.write_text("\n".join(training.read_text().splitlines()[3:9]))
+    among.write_text(
+        json.dumps([json.loads(line) for line in [*training.read_text().splitlines()[:1], *rows]])
+    )
+    for path, counts in ((part, "6 of 6"), (among, "1 of 4")):
+        code, text = said(f"data.validation={path}")
+        assert code == 2 and f"the run was trained on {counts} examples" in text
     for same in (copied, training):
         code, text = said(f"data.validation={same}")
         assert code == 2 and "the run was trained on these examples" in text
