@@ -268,7 +268,7 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
     if saved is None:
         return []
     tokenizer = _source_file(str(adapter.source), "tokenizer.json") or {}
-    theirs = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    theirs = _added_in(tokenizer)
     lacking = [token for token in theirs if token not in known]
     trained = _rows_of(saved)
     needed = {
@@ -309,6 +309,31 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
     return [
         f"adapter.init_from: the adapter did not train these tokens, and the base model lacks them: {split}"
     ]
+
+
+def _added_in(tokenizer: Any) -> dict[str, int]:
+    """Return the added tokens of a tokenizer.json, by their text.
+
+    Raises:
+        UserError: the file has another shape (exit 2).
+    """
+    added = (tokenizer.get("added_tokens") or []) if isinstance(tokenizer, dict) else None
+    right = isinstance(added, list) and all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int
+        for token in added
+    )
+    if not right or added is None:
+        raise UserError(
+            Problem(
+                "the tokenizer.json of the saved adapter is damaged",
+                INIT_FROM,
+                found=f"added_tokens: {added!r}"[:100],
+                expected="a list of tokens, each with a text `content` and an integer `id`",
+                fix="copy the file of the run again, or remove it",
+                code="adapter-files",
+            )
+        )
+    return {token["content"]: token["id"] for token in added}
 
 
 def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:

@@ -16,6 +16,7 @@ from finetune.autoconfig.machine_setup import Setup
 from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml, shortened
+from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
 from finetune.recipe.schema import Speed
 from finetune.run_folder import run_folder
@@ -159,7 +160,8 @@ def compare(
     may_change = (*(key for key in MAY_CHANGE if key not in kept), *ignored)
     wrong = [row for row in differing if not _among(row[0], may_change) and not _moved(*row)]
     if wrong:
-        rows = [("", "checkpoint", "now"), *((key, _short(was), _short(value)) for key, was, value in wrong)]
+        changed = [(visible(key), _short(was), _short(value)) for key, was, value in wrong]
+        rows = [("", "checkpoint", "now"), *changed]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
         what, (head, *table) = "the settings differ from those of the run to resume", lines

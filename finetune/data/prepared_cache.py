@@ -112,6 +112,7 @@ def read(folder: Path) -> dict[str, Any] | None:
         raise Damaged(f"{folder.name} can't be read ({error.strerror})") from None
     if not stat.S_ISDIR(owner.st_mode):
         raise Damaged(f"{folder.name} is not a folder")
+    _refuse_unreadable(folder, owner.st_uid)
     found = verified_files.read_signed(folder / REPORT)
     if found.pop("key", None) != folder.name:
         raise Damaged(f"{REPORT} belongs to other data")
@@ -124,6 +125,27 @@ def owner_of(folder: Path) -> str:
     """Return the other user who owns a folder, or an empty string for this user and root."""
     owner = folder.lstat().st_uid
     return "" if owner in (os.geteuid(), 0) else f"user {owner}"
+
+
+def _refuse_unreadable(folder: Path, owner: int) -> None:
+    """Refuse data of another user that this user may not read. It is not damaged, so it stays."""
+    files = [folder / name for name in (REPORT, ROWS)] if _may(folder, os.R_OK | os.X_OK) else [folder]
+    hidden = [path for path in files if path.exists() and not _may(path, os.R_OK)]
+    if owner != os.geteuid() and (hidden or files == [folder]):
+        raise UserError(
+            Problem(
+                "finetune may not read the prepared data of another user",
+                "data.cache_dir",
+                where=str(folder),
+                found=f"the folder belongs to user {owner}",
+                fix="set data.cache_dir or $FINETUNE_CACHE to your own folder, or ask the owner to share it",
+                code="cache",
+            )
+        )
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _refuse_strangers(folder: Path, owner: int) -> None:

@@ -188,7 +188,9 @@ def _sample(rows: list[HeldOut], base: Score, tuned: Score, index: int) -> dict[
     """Return an example with the answers of both models."""
     row = rows[index].example
     prompt = row.messages[:-1] if row.messages else row.prompt or ""
-    answers = {"reference": row.answer, "base": base.answers[index], "tuned": tuned.answers[index]}
+    reference = tuned.references[index] if tuned.references else None
+    reference = row.answer if reference is None else reference
+    answers = {"reference": reference, "base": base.answers[index], "tuned": tuned.answers[index]}
     return {"prompt": prompt, **answers}
 
 

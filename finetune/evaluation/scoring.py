@@ -61,6 +61,8 @@ class Score:
     """Whether the answer equals the reference. `None` for plain text, which has no prompt."""
     ends: list[bool | None] | None = None
     """Whether the answer emitted the end-of-turn token before `eval.max_new_tokens`."""
+    references: list[str | None] | None = None
+    """The text that a right answer equals. `None` for examples without an answer."""
 
     @property
     def loss(self) -> float:
@@ -88,7 +90,9 @@ class Score:
         def taken(values: Sequence[object] | None) -> Any:
             return None if values is None else [values[index] for index in indices]
 
-        return Score(*map(taken, (self.losses, self.tokens, self.answers, self.hits, self.ends)))
+        return Score(
+            *map(taken, (self.losses, self.tokens, self.answers, self.hits, self.ends, self.references))
+        )
 
 
 def score(
@@ -131,7 +135,8 @@ def score(
     hits = [texts[index] == wanted[index][0] if index in answered else None for index in order]
     ends = [answered[index][1] if index in answered else None for index in order]
     sums, counts = [loss for loss, _ in found.values()], [count for _, count in found.values()]
-    return Score(sums, counts, texts, *((hits, ends) if with_prompt else (None, None)))
+    right = [wanted[index][0] if index in wanted else None for index in order]
+    return Score(sums, counts, texts, *((hits, ends, right) if with_prompt else (None, None, None)))
 
 
 def score_texts(

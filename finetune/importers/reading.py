@@ -272,14 +272,24 @@ def _command_words(text: str, where: str) -> list[str]:
 def _after_program(words: list[str]) -> list[str]:
     """Return the words after `trl` or its script in one command of a shell, or an empty list without them."""
     for place, word in enumerate(words):
-        before = words[:place]
-        launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []
-        launch = ["--accelerate_config", *launch] if launch else []
+        launch = _of_launcher(words[:place])
         if word.endswith(".py") and Path(word).stem in SCRIPTS:
             return [Path(word).stem, *words[place + 1 :], *launch]
         if Path(word).name == "trl" and words[place + 1 :]:
             return [*words[place + 1 :], *launch]
     return []
+
+
+def _of_launcher(words: list[str]) -> list[str]:
+    """Return the flags of `accelerate launch` or `torchrun` that `trl sft` has too, by its names."""
+    names = {"config_file": "accelerate_config", "num_processes": "num_processes"}
+    names |= {"nproc_per_node": "num_processes"}
+    found, split = [], [part for word in words for part in word.split("=", 1)]
+    for flag, value in itertools.pairwise(split):
+        name = names.get(flag.lstrip("-").replace("-", "_")) if flag.startswith("-") else None
+        if name and (name != "num_processes" or value.isdecimal()):
+            found += [f"--{name}", value]
+    return found
 
 
 def _arguments(words: list[str], where: str) -> dict[str, Any]:

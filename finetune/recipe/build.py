@@ -87,7 +87,7 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "dataloader_prefetch_factor": {"ge": 1, "le": 1024},
     "data_seed": {"ge": 0, "lt": 2**32},
     "label_smoothing_factor": {"ge": 0, "lt": 1},
-    "neftune_noise_alpha": {"ge": 0, "allow_inf_nan": False},
+    "neftune_noise_alpha": {"ge": 0, "le": 1e6, "allow_inf_nan": False},
     "router_aux_loss_coef": {"ge": 0, "allow_inf_nan": False},
     "torch_empty_cache_steps": {"ge": 1, "le": 1e15},
 }

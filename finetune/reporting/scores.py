@@ -102,10 +102,11 @@ def overlap(train: dict[str, Any]) -> str:
     """
     if not train.get("kept"):
         return ""
-    equal = (train.get("counts") or {}).get("in_validation", 0)
+    equal, seen = (train.get("counts") or {}).get("in_validation", 0), train.get("seen")
+    where = f"in the first {seen:,} training examples" if seen else "in the training set"
     if not equal:
-        return "No validation example is in the training set."
-    return f"{equal:,} validation examples are also in the training set."
+        return f"No validation example is {where}."
+    return f"{equal:,} validation examples are also {where}."
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:

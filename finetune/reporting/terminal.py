@@ -45,6 +45,7 @@ def show_plan(
     no_validation = "none: data.validation is not set, so nothing is evaluated"
     equal = train.counts.get("in_validation", 0)
     among = f"{equal:,} of them also in the training set" if equal else "none in the training set"
+    among += f" (only its first {train.seen:,} examples are known)" if train.seen else ""
     validated = f"{validation.kept:,} examples, {among}" if validation.rows else no_validation
     rate, default = recipe.train.learning_rate, "default"
     rows = [

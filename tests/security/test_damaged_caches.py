@@ -357,6 +357,20 @@ def test_data_of_another_user_is_not_used_where_everybody_may_write(data, tokeni
     assert raised.value.code == 2 and "data.cache_dir" in str(raised.value)
 
 
+@pytest.mark.parametrize("hidden", ["folder", "report.json", "rows.arrow"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_data_that_another_user_does_not_share_is_not_damaged(hidden: str, data, tokenizer, request) -> None:
+    """As with umask 077, which is usual on clusters. It may be replaced by nobody."""
+    folder = prepared_by_nobody(data, tokenizer, 0o2777)
+    path = folder if hidden == "folder" else folder / hidden
+    path.chmod(0o700)
+    request.getfixturevalue("unprivileged")
+    with pytest.raises(UserError, match="may not read the prepared data of another user") as raised:
+        preparation.prepare(data, tokenizer, 0, None)
+    assert raised.value.code == 2 and "data.cache_dir" in str(raised.value)
+    assert [one.name for one in folder.parent.iterdir() if "damaged" in one.name] == []
+
+
 def test_whole_data_in_a_folder_that_cannot_be_written_is_used(data, tokenizer, tmp_path, request) -> None:
     whole = content(preparation.prepare(data, tokenizer, 0, None))
     request.getfixturevalue("unprivileged")

@@ -355,6 +355,28 @@ def test_command_line_of_trl(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("launch", "processes"),
+    [
+        ("accelerate launch --num_processes 4 scripts/sft.py", 4),
+        ("accelerate launch --num_processes=4 --config_file zero3.yaml trl/scripts/sft.py", 4),
+        ("torchrun --nproc_per_node 8 scripts/sft.py", 8),
+        ("torchrun --nproc-per-node=8 --nnodes 1 scripts/sft.py", 8),
+        ("torchrun --nproc_per_node gpu scripts/sft.py", 1),
+        ("trl sft --accelerate_config multi_gpu", 8),
+        ("trl sft --num_processes 4", 4),
+        ("python scripts/sft.py", 1),
+    ],
+)
+def test_processes_of_the_launch_of_trl_are_in_the_batch(launch: str, processes: int, tmp_path) -> None:
+    rest = (
+        f"--model_name_or_path {MODEL} --dataset_name {DATA / 'train.jsonl'} --per_device_train_batch_size 2"
+    )
+    (script := tmp_path / "run.sh").write_text(f"{launch} {rest}\n")
+    state = reading.import_recipe(script)
+    assert state.recipe["train.effective_batch_size"] == 2 * processes
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("from unsloth import FastLanguageModel\n", "can't import a script of Unsloth"),
