@@ -369,6 +369,27 @@ def test_a_trial_that_read_changed_files_counts_as_none(tmp_path, two_layers, mo
         assert [one.state for one in study.trials] == [TrialState.FAIL, TrialState.WAITING]
 
 
+def test_recipe_that_changes_between_trials_ends_the_sweep(tmp_path, monkeypatch) -> None:
+    """Each trial reads it again. Trials of two recipes would stand in one table."""
+    recipe, text = tmp_path / "recipe.yaml", QUICKSTART.read_text().replace("../", f"{QUICKSTART.parent}/../")
+    recipe.write_text(text)
+    (tmp_path / "space.yaml").write_text("space: {adapter.r: {choices: [4, 8]}}")
+    space, whole = search_space.read(tmp_path / "space.yaml"), loader.load(recipe)
+    asked = SweepRequest(str(recipe), [], tmp_path / "space.yaml", tmp_path, 3, None, "")
+    looked = search_space_checks.Looked(space, [], "cpu", {}, 96)
+    complete = worker_process.Ended("complete", 1.0, "", 0.1, None)
+    monkeypatch.setattr(worker_process, "run", lambda *_, **__: complete)
+    with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
+        told, files = sweep_study.Told(), sweep_study.files_read(str(recipe), whole)
+        job = sweep_study.Search(
+            asked, whole, space, looked, study, Console(quiet=True), math.inf, told, files, list[Any]()
+        )
+        sweep_study.one(job)
+        recipe.write_text(text + "\n# another one\n")
+        with pytest.raises(UserError, match="a file that the runs read changed"):
+            sweep_study.one(job)
+
+
 def test_file_that_only_the_space_names_is_compared_between_trials(tmp_path, monkeypatch) -> None:
     data = shutil.copy(
         QUICKSTART.parent.parent / "examples/tiny_llama/data/train.jsonl", tmp_path / "b.jsonl"

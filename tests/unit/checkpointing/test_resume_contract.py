@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,14 @@ def test_changed_recipe_names_both_values_and_the_overrides_that_restore_it() ->
         resume_contract.compare(then, today, Path("step-3"))
     overrides = "adapter.r=16 'adapter.target_modules=[q_proj, v_proj]' train.weight_decay=null"
     assert raised.value.problems[0].fix.startswith(f"add {overrides} to the command, or start a new run")
+
+
+def test_line_break_in_a_key_of_a_checkpoint_makes_no_line(tmp_path) -> None:
+    then = {"recipe": {"x\x1b[31m\nerror: forged": "y"}, "facts": {}, "chosen": {}}
+    with pytest.raises(UserError) as raised:
+        resume_contract.compare(then, {"recipe": {}, "facts": {}, "chosen": {}}, Path("step-3"))
+    text = str(raised.value)
+    assert "\x1b" not in text and not re.search(r"^\s*error: forged", text, re.MULTILINE)
 
 
 def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None:

@@ -17,7 +17,7 @@ from finetune.data import chat_templates, encoding
 from finetune.data.examples import Row
 from finetune.data.formats import convert
 from finetune.data.preparation import HeldOut
-from finetune.evaluation import scoring, tasks
+from finetune.evaluation import results, scoring, tasks
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.schema import Data, Eval, Model
 from support import architectures
@@ -83,6 +83,18 @@ def test_a_call_is_wanted_whether_it_is_trained_or_not(messages: list[Any], trai
     _, row = held_out(tokenizer, messages, data)
     ((wanted, tokens),) = scoring.references([row], tokenizer, data)
     assert wanted == CALLED and tokens[-1] == tokenizer.eos_token_id
+
+
+def test_sample_shows_the_reference_that_exact_match_compares() -> None:
+    """The content of a message has no tool calls, and still has the reasoning."""
+    tokenizer, data = tokenizer_with("qwen2_5"), Data(name="-")
+    _, row = held_out(tokenizer, [USER, CALL], data)
+    found = scoring.Score([1.0], [2], [CALLED], [True], [True], [CALLED])
+    sample = results._sample([row], found, found, 0)
+    assert sample["reference"] == sample["tuned"] == CALLED
+    assert found.part([0]).references == [CALLED]
+    plain = scoring.Score([1.0], [2], [""])
+    assert results._sample([row], plain, plain, 0)["reference"] == ""
 
 
 def test_what_ends_an_answer_is_what_was_taught_and_what_the_model_declares() -> None:

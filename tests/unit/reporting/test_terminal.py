@@ -7,7 +7,7 @@ import pytest
 from finetune.cli import main
 from finetune.core.console import Console
 from finetune.core.run_checks import RunChecks
-from finetune.reporting import terminal
+from finetune.reporting import scores, terminal
 from finetune.run_folder.run_folder import RunFolder
 
 
@@ -42,3 +42,12 @@ def test_next_commands_say_what_each_is_for_and_can_be_pasted(tmp_path, capsys) 
     ]
     for _, command in next_steps:
         main.parse(shlex.split(command)[1:])
+
+
+def test_overlap_of_a_stream_is_said_of_the_examples_that_were_compared() -> None:
+    whole = {"kept": 20_000, "counts": {}, "seen": 0}
+    assert scores.overlap(whole) == "No validation example is in the training set."
+    part = {**whole, "seen": 10_000}
+    assert scores.overlap(part) == "No validation example is in the first 10,000 training examples."
+    found = {**part, "counts": {"in_validation": 2}}
+    assert scores.overlap(found) == "2 validation examples are also in the first 10,000 training examples."
