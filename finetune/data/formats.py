@@ -191,8 +191,7 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
         f"{key} of a tool call"
         for turn in turns
         if turn.keys() != PLAIN or not isinstance(turn["content"], str)
-        for call in _calls_of(turn, row.where)
-        for key in tool_calls.unused(call, row.where)
+        for key in _unused_of_calls(turn, row.where)
     }
     return sorted(left)
 
@@ -202,6 +201,14 @@ def _is_reordered(turn: dict[str, Any]) -> bool:
     ranks = {"reasoning": 0, "thinking": 0, "tool_call": 2, "tool_use": 2}
     found = [ranks.get(str(part.get("type")), 1) for part in _parts_of(turn)]
     return found != sorted(found)
+
+
+def _unused_of_calls(turn: dict[str, Any], where: str) -> set[str]:
+    """Return the keys of a message's tool calls that are not used."""
+    try:
+        return {key for call in _calls_of(turn, where) for key in tool_calls.unused(call, where)}
+    except BadRow:  # `convert` raises it too
+        return set()
 
 
 def _calls_of(turn: dict[str, Any], where: str) -> list[Any]:

@@ -48,6 +48,7 @@ _FORMS = (  # names of variables that libraries read, most of a launcher, and th
     (r"ACCELERATE_MIXED_PRECISION", r"|no|fp16|bf16|fp8"),
     (_SWITCHES, r"(?i)y|yes|t|true|on|1|n|no|f|false|off|0"),  # accelerate.utils.str_to_bool
     (r"HF_HUB_(DOWNLOAD|ETAG)_TIMEOUT", r"|\d{1,9}"),
+    (r"PYTHONOPTIMIZE", r"|0|1"),  # 2 removes docstrings, which transformers reads
     (r"HF_DATASETS_IN_MEMORY_MAX_SIZE", r"\d{1,15}(\.\d{1,9})?"),
     (r"ACCELERATE_LOG_LEVEL", r"(?i)notset|debug|info|warn|warning|error|critical|fatal"),
     (

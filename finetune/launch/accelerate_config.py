@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ RANGES = {
     "zero_stage": (0, 3),
 }
 ANY = (0, 2**63 - 1)
+SWITCHES = ("use_fullgraph", "use_dynamic", "use_regional_compilation")  # of `dynamo_config`
 # Keys of launches on several machines, and their values for one machine
 ONE_MACHINE = {"num_machines": (1,), "main_process_ip": ("127.0.0.1", "localhost"), "mpirun_config": ({},)}
 # Keys that Accelerate writes into a config and does not read, and their effective values. It reads only
@@ -96,7 +98,8 @@ def read(path: Path) -> dict[str, Any]:
     sections = [made, *(made[name] for name in PREFIXES if isinstance(made.get(name), dict))]
     for key, value in (entry for section in sections for entry in section.items()):
         is_own = key in (*PREFIXES, "gpu_ids")  # `problems` explains these
-        is_nested = isinstance(value, list | dict) and bool(value) and not is_own
+        # `accelerate config` writes `tpu_env: []` itself
+        is_nested = isinstance(value, list | dict) and not is_own and (value or key != "tpu_env")
         if is_nested or (not is_own and len(str(value)) > LONGEST_VALUE):
             raise UserError(
                 Problem(
@@ -177,6 +180,11 @@ def _missing_package(given: dict[str, Any], where: str) -> Problem | None:
     section = given.get("fp8_config")
     backend = str(section.get("backend")) if isinstance(section, dict) else ""
     package, extra = FP8_PACKAGES.get(backend, ("", ""))
+    if given.get("mpirun_config") and not (shutil.which("mpirun") or shutil.which("mpiexec")):
+        fix = "install Open MPI or Intel MPI, or remove `mpirun_config:`"
+        return Problem(
+            "mpirun_config needs mpirun, which is not installed", where=where, fix=fix, code="package-missing"
+        )
     if given.get("distributed_type") == "DEEPSPEED" and not installed("deepspeed"):
         what, extra = "this launch needs DeepSpeed, which is not installed", "deepspeed"
     elif package and not installed(package):
@@ -403,6 +411,15 @@ def _values(section: str, given: dict[str, Any], where: str) -> Iterator[Problem
                 found=text,
                 expected="" if near and len(choices) > MOST_CHOICES else ", ".join(choices),
                 fix=f"{key}: {near}" if near else "",
+                code=CODE,
+            )
+        elif key.removeprefix("dynamo_") in SWITCHES and not isinstance(value, bool):
+            yield Problem(
+                f"{key} must be true or false",
+                name,
+                where=where,
+                found=as_yaml(value),
+                fix=f"{key}: true",
                 code=CODE,
             )
         elif action.type is int and not _in_range(key, value):

@@ -528,6 +528,25 @@ def test_a_launcher_variable_with_a_wrong_value_is_one_message(name: str, capsys
         assert f"{name}=" in shown.err and f"unset {name}" in shown.err and len(shown.err) < 1000
 
 
+OUT_OF_RANGE = (
+    *((name, "0") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE")),
+    *(("MASTER_PORT", port) for port in ("-1", "65536", "99999", "")),
+    ("PARALLELISM_CONFIG_TP_SIZE", "-3"), ("PARALLELISM_CONFIG_SP_BACKEND", "other"), ("MASTER_ADDR", ""),
+    ("ACCELERATE_USE_MEGATRON_LM", "true"), ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "abc"),
+    ("PYTHONOPTIMIZE", "2"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_launcher_variable_out_of_range_is_one_message(name: str, value: str, capsys, monkeypatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert main.main(["explain"]) == 3
+    assert f"unset {name}" in capsys.readouterr().err
+    for good in ("0", "80", "6553", "29500", "65535"):
+        monkeypatch.setenv("MASTER_PORT", good)
+        assert main.main(["explain"]) == 0
+
+
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "ACCELERATE_USE_CPU", "FSDP_OFFLOAD_PARAMS"])
 def test_empty_switch_is_a_switch_that_is_not_set(name: str, monkeypatch) -> None:
     monkeypatch.setenv(name, "")

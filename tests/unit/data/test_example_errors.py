@@ -274,6 +274,14 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path) -> None:
     assert 'the key "completion" has two values' in found.what
 
 
+@pytest.mark.parametrize(
+    "calls", ["[{broken", '"[1', [float("nan")], [{"name": "f", "x": float("nan")}]], ids=str
+)
+def test_tool_calls_that_are_no_json_are_an_error_of_their_row(calls: Any, tmp_path) -> None:
+    (found,) = problems(tmp_path, [chat(1, tool_calls=calls)])
+    assert "must be valid JSON" in found.what and found.where.startswith(str(tmp_path / "rows.jsonl:1"))
+
+
 @pytest.mark.parametrize("arguments", [{"a": float("nan")}, '{"a": NaN}', '{"a": -Infinity}'])
 def test_a_tool_call_with_a_number_that_json_has_not_is_an_error(arguments: Any, tmp_path) -> None:
     call = {"tool_calls": [{"name": "f", "arguments": arguments}]}

@@ -87,6 +87,10 @@ def test_a_plan_reads_it_as_accelerates_launcher_does(name: str, monkeypatch) ->
         ({"mixed_precision": "bf17"}, "bf16"),
         ({"distributed_type": "MULTIGPU"}, "MULTI_GPU"),
         ({"distributed_type": "MEGATRON_LM"}, "does not support Megatron-LM"),
+        ({"dynamo_config": {"dynamo_use_regional_compilation": "abc"}}, "must be true or false"),
+        ({"num_machines": {}}, "a text or a number"),
+        ({"main_process_port": []}, "a text or a number"),
+        ({"parallelism_config": {"parallelism_config_cp_size": []}}, "a text or a number"),
         ({"num_processes": "two"}, "an integer from 1 to 65,536"),
         ({"num_processes": 0}, "an integer from 1 to 65,536"),
         ({"num_processes": "2"}, "num_processes: 2"),
@@ -146,6 +150,15 @@ def test_what_accelerate_passes_over_is_an_error(
     assert "mine.yaml" in capsys.readouterr().err
     words = ["--config_file", str(path), "-m", "finetune", "train", "recipes/quickstart.yaml"]
     assert launcher.main(words) == 2 and "mine.yaml" in capsys.readouterr().err
+
+
+def test_mpirun_that_is_not_installed_is_an_error(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    made = yaml.safe_load(CONFIGS["ddp_2"].read_text()) | {"mpirun_config": {"mpirun_hostfile": "hosts"}}
+    (path := tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
+    with pytest.raises(UserError, match="needs mpirun, which is not installed") as raised:
+        accelerate_config.check(path)
+    assert raised.value.code == 3
 
 
 def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:

@@ -294,6 +294,9 @@ def test_a_run_folder_at_home_is_not_a_folder_called_so(monkeypatch, tmp_path) -
 @pytest.mark.parametrize("flat", ["packing", "padding_free"])
 def test_noise_goes_with_rows_that_stand_apart(flat: str) -> None:
     """Upstream divides it by the root of a row's length, which end to end is that of the whole batch."""
+    assert "train.neftune_noise_alpha" in problems(QUICKSTART, "train.neftune_noise_alpha=1e40")
+    steps = problems(QUICKSTART, "adapter.init_lora_weights=pissa_niter_999999999")
+    assert "unknown initialization" in steps["adapter.init_lora_weights"]
     given = ["train.neftune_noise_alpha=5", "data.packing=false", f"data.{flat}=true"]
     assert f"excludes `data.{flat}: true`" in problems(QUICKSTART, *given)["train.neftune_noise_alpha"]
 
