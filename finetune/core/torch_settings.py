@@ -32,7 +32,12 @@ def usual() -> Iterator[None]:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(_set_precisions, torch, precisions)
-        _set_precisions(torch, {name: "none" for name, value in precisions.items() if value not in EXACT})
+        if legacy := _legacy_precision(torch):
+            stack.callback(torch.set_float32_matmul_precision, legacy)
+            torch.set_float32_matmul_precision("highest")
+        _set_precisions(
+            torch, {name: "none" for name, value in _precisions(torch).items() if value not in EXACT}
+        )
         if dtype != torch.float32:
             stack.callback(torch.set_default_dtype, dtype)
             torch.set_default_dtype(torch.float32)
@@ -53,6 +58,18 @@ def _check_device(device: Any) -> None:
                 code="value-type",
             )
         )
+
+
+def _legacy_precision(torch: Any) -> str:
+    """Return the value of `set_float32_matmul_precision` if it rounds; empty if other settings are in use.
+
+    Torch can't read the older settings, such as `allow_tf32`, if only the newer ones are changed.
+    """
+    try:
+        found = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
+    return "" if found == "highest" else found
 
 
 def holders(torch: Any) -> dict[str, Any]:

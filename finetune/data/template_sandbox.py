@@ -195,6 +195,7 @@ class Child:
         self.start()
 
 
+TOO_SLOW_TOGETHER = f"{STOPPED}: all renderings together took more than {ON_AVERAGE:,} loop iterations each"
 TOO_SLOW = f"{STOPPED}: one rendering took {SECONDS} s of the processor's time"
 KILLED = f"{STOPPED}: its process was killed, as Linux does when the memory of the machine is full"
 TOO_LARGE = f"the template took more than {MEGABYTES} MB"
@@ -350,8 +351,7 @@ def _limit_operations(environment: Any) -> Any:
             """Count by reading an attribute, because the sandbox makes a call as slow as the loop's body."""
             self.left -= 1
             if self.left < 0:
-                most = f"{ITERATIONS:,} loop iterations, or {ON_AVERAGE:,} on average"
-                raise _Refused(f"the template took more than {most}")
+                raise _Refused(f"the template took more than {ITERATIONS:,} loop iterations")
 
     environment.intercepted_binops = frozenset(["**"])
     environment.binop_table = {**environment.binop_table, "**": _power}
@@ -417,6 +417,10 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
         try:
             with _limited_time():
                 text, spans = _with_marks(template, given) if marks else (template.render(given), [])
+        except _Refused:
+            if limits.left < 0 and most == spare[0]:
+                raise _Refused(TOO_SLOW_TOGETHER) from None
+            raise
         finally:
             spare[0] -= most - limits.left
         _check_text(text)

@@ -44,7 +44,10 @@ def normalized(call: object, where: str) -> dict[str, Any]:
 
 def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the arguments, which any of the keys in ARGUMENTS can hold, in the function or beside it."""
-    given = [holder[key] for holder in (function, call) for key in ARGUMENTS if key in holder]
+    holders = (function,) if function is call else (function, call)
+    given = [holder[key] for holder in holders for key in ARGUMENTS if key in holder]
+    if "arguments" in function and _is_schema(function.get("parameters")):
+        given.remove(function["parameters"])  # a definition of the function, as in `tools`
     parsed = [json_of(value, "a tool call's arguments", where) for value in given if value not in EMPTY]
     found = [value for value in parsed if value is not None and value != []]
     wrong = [value for value in found if not isinstance(value, dict)]
@@ -60,6 +63,10 @@ def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> di
             fix=f"keep one of the keys {', '.join(ARGUMENTS)}",
         )
     return kinds[0] if kinds else {}
+
+
+def _is_schema(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("properties"), dict)
 
 
 def unused(call: object, where: str) -> set[str]:

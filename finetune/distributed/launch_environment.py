@@ -96,7 +96,8 @@ def check_variables() -> None:
     Raises:
         UserError: a variable has another form, such as no number (exit 3).
     """
-    for name in [name for name, value in os.environ.items() if not value and re.fullmatch(_SWITCHES, name)]:
+    empty = [name for name, value in os.environ.items() if not value]
+    for name in [name for name in empty if re.fullmatch(f"{_SWITCHES}|MASTER_ADDR", name)]:
         del os.environ[name]  # as if it were not set; Accelerate and PEFT would fail
     wrong = {
         name: value

@@ -29,6 +29,7 @@ from finetune.evaluation import (
     scoring,
     tasks,
     text_limits,
+    training_examples,
     validation_set,
     verdicts,
 )
@@ -71,6 +72,7 @@ def run(
             )
         )
     recipe = run_folder.recipe_of(folder, overrides)
+    validation_set.check_not_drawn_again(recipe)
     for name in run_folder.EVALUATIONS:
         folder.found(name)  # report a damaged file now, not after hours of evaluation
     collectives.joined(detection.detect().device)
@@ -83,6 +85,8 @@ def run(
     tokenizer = reopen.tokenizer_of(folder)
     stops = scoring.stops(tuned, tokenizer)
     rows, notes = validation_set.held_out(folder, recipe, tokenizer)
+    with measurement.show_progress(screen, "comparing the validation set with the training data"):
+        notes += training_examples.notes(folder, recipe, [row.example for row in rows])
     notes += text_limits.check_model(recipe, tokenizer, tuned)
     texts = text_limits.predicted(texts, tokenizer)
     notes += reopen.notes(recipe, tokenizer)

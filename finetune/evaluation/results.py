@@ -242,7 +242,8 @@ def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, An
     """
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
     if was := comparability.other_storage(folder, recipe, now):
-        return [f"this evaluation stores the base model in {now}, but {was}"]
+        stored = f"this evaluation stores the base model in {now}, but {was}"
+        return [stored, *base_identity.notes(recipe.model, folder)]
     overrides_model = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     if not overrides_model:
         return base_identity.notes(recipe.model, folder)

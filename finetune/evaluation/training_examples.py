@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
-LARGEST = 2 * 2**30  # bytes of training data that an evaluation reads to compare examples
-NAMES = ("data.validation", "data.name")  # overrides that name other examples
+LARGEST = 2**30  # bytes of training data that an evaluation reads to compare examples
+NAMES = ("data.validation", "data.name", "data.subset", "data.split")  # overrides that name other examples
+PLAIN = (".jsonl", ".json", ".csv", ".txt", ".md")  # other files are compressed
 
 
 def notes(folder: RunFolder, recipe: Recipe, examples: list[Example]) -> list[str]:
@@ -25,19 +26,21 @@ def notes(folder: RunFolder, recipe: Recipe, examples: list[Example]) -> list[st
     """
     if not any(recipe.origin.set_by.get(key) == "override" for key in NAMES):
         return []
-    own = run_folder.recipe_of(folder, files=False)
+    if not examples:
+        return []
+    own = run_folder.own_recipe(folder)
     found = _shared(own, {example.digest() for example in examples})
     if isinstance(found, str):
         return [f"finetune does not look for training examples in the validation set: {found}"]
     shared = sum(example.digest() in found for example in examples)
     said = f"the run was trained on {shared} of {len(examples)} examples of the validation set"
-    if shared > own.data.expect.in_validation * len(examples):
+    if shared > recipe.data.expect.in_validation * len(examples):
         raise UserError(
             Problem(
                 said,
                 "data.validation" if recipe.data.validation else "data.name",
                 found=", ".join([one.where for one in examples if one.digest() in found][:3]),
-                fix="name a file of other examples: data.validation=FILE",
+                fix="data.validation=FILE with other examples, or data.expect.in_validation=1 to allow these",
                 why="the scores would be too good",
                 code="data-expect",
             )
@@ -53,7 +56,7 @@ def _shared(own: Recipe, wanted: set[int]) -> set[int] | str:
             files = source_loading.files_of(source, "data.name")
             if files is None:
                 return "the training data is on the Hub"
-            size += sum(path.stat().st_size for path in files)
+            size += sum(path.stat().st_size * (1 if path.suffix in PLAIN else 5) for path in files)
         if size > LARGEST:
             return f"the training data is larger than {LARGEST / 2**30:.0f} GiB"
         drawn = source_loading.draw_held_out(data, own.train.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.verified_files import Damaged
 from finetune.data import audit, preparation, source_loading
 from finetune.data.examples import Example
-from finetune.evaluation import training_examples
 from finetune.models import model_files, token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
 
@@ -24,10 +22,8 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
-DRAWS = (  # keys that decide which examples `validation_fraction` draws
-    "data.validation_fraction", "data.subset", "data.split", "data.revision", "data.format", "data.columns",
-    "data.role_map",
-)  # fmt: skip
+# Keys that decide which examples `validation_fraction` draws from the same data
+DRAWS = ("data.validation_fraction", "data.revision", "data.format", "data.columns", "data.role_map")
 CHOSEN = (
     "the validation set also selected the best checkpoint (eval.eval_steps), so its scores are slightly "
     "optimistic"
@@ -45,10 +41,9 @@ def held_out(
         The examples, and notes on them.
 
     Raises:
-        UserError: an override draws it from the training data, or the data can't be used (exit 2).
+        UserError: the data can't be used (exit 2).
     """
     kept, other = folder.file(run_folder.HELD_OUT), overridden(recipe)
-    check_not_drawn_again(recipe)
     config = model_files.read_config(recipe.model)
     ends = tokenizer_setup.declared_ends(recipe.model, config)
     vocabulary = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
@@ -66,13 +61,9 @@ def held_out(
             check_present(recipe, damage, kept)
             notes.append(f"{damage}: finetune reads the validation set from the data again")
     before = source_loading.file_states(recipe.data, held_out=True)
-    named = recipe.origin.set_by.get("data.validation") == "override" and recipe.data.validation is not None
-    hashes = source_loading.fingerprints(recipe.data, held_out=True)
-    notes += check_unchanged(hashes, folder, other, named=named)
+    notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
     examples, remarks = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, vocabulary)
-    if other:
-        notes += [f"validation set: {remark}" for remark in remarks]
-        notes += training_examples.notes(folder, recipe, [row.example for row in examples])
+    notes += [f"validation set: {remark}" for remark in remarks] if other else []
     source_loading.check_unchanged(before, source_loading.file_states(recipe.data, held_out=True))
     if PartialState().is_main_process and not other:
         lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in examples]
@@ -125,7 +116,9 @@ def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
 
 
 def check_not_drawn_again(recipe: Recipe) -> None:
-    """Refuse an override that draws other validation examples from the data that the run was trained on."""
+    """Refuse an override that draws other validation examples from the run's training data (exit 2)."""
+    if recipe.origin.set_by.get("data.name") == "override":
+        return
     if recipe.data.validation_fraction is None or recipe.data.validation is not None:
         return
     raise_if_any(
@@ -146,15 +139,12 @@ def overridden(recipe: Recipe) -> bool:
     return any(who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items())
 
 
-def check_unchanged(
-    hashes: dict[str, str], folder: RunFolder, overridden: bool, *, named: bool = False
-) -> list[str]:
+def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool) -> list[str]:
     """Check that the validation set is the run's own. A changed file could contain training examples.
 
     Args:
         hashes: the hash of each file that the validation set is read from.
         overridden: whether an override names other data than the run's own.
-        named: whether an override names the validation set.
 
     Returns:
         Notes on files that the run's recipe did not name.
@@ -177,33 +167,4 @@ def check_unchanged(
                 for path in other
             )
         )
-    if named:
-        _check_not_of_training(hashes, folder, recorded)
     return [f"{path} is not the validation set of the run" for path in other]
-
-
-def _check_not_of_training(hashes: dict[str, str], folder: RunFolder, recorded: dict[str, str]) -> None:
-    """Refuse a file with the content of a file that the run was trained on.
-
-    Args:
-        recorded: the hash of each file of the run, of both sets.
-    """
-    own = run_folder.recipe_of(folder, files=False).data
-    held_out = str(Path(own.validation or "-").resolve())
-    known = (held_out, f"{held_out}/*", Path(held_out).name)  # a run from the Hub has only the names of files
-    trained = {
-        digest: path
-        for path, digest in recorded.items()
-        if not any(path == one or fnmatch(path, one) for one in known)
-    }
-    raise_if_any(
-        Problem(
-            "the run was trained on these examples",
-            "data.validation",
-            found=path if path == trained[digest] else f"{path} has the content of {trained[digest]}",
-            fix="name a file of other examples: data.validation=FILE",
-            code="recipe-conflict",
-        )
-        for path, digest in hashes.items()
-        if digest in trained and Path(path).is_absolute()  # the splits of a Hub dataset have one commit
-    )

@@ -71,24 +71,10 @@ def run(
                 code="publish-target",
             )
         )
-    named = {"model.name", "model.revision"} & {
-        key for key, who in recipe.origin.set_by.items() if who == "override"
-    }
-    changed = base_identity.notes(recipe.model, folder) if named or Path(recipe.model.name).is_dir() else []
-    if named and any(note.startswith(base_identity.CHANGED) for note in changed):
-        raise UserError(
-            Problem(
-                "this is not the base model of the run",
-                "model.name",
-                found=changed[0],
-                fix="name the base model that the run was trained on, or remove the override",
-                why="the published files would name it as the base model of the adapter",
-                code="adapter-files",
-            )
-        )
     kind, weights = staged_files.find_weights(folder, merged)
     config = RunFolder(weights).found("adapter_config.json")
     base = base_model.find(recipe.model, section, config, online=not dry_run)
+    changed = _changes(folder, recipe)
     with staged_files.staging_folder(kept=dry_run) as staged:
         files = staged_files.stage(folder, recipe, kind, weights, base, staged)
         published_text.refuse_secrets(files)
@@ -108,6 +94,30 @@ def run(
         if dry_run or not repo:
             return show(screen, folder, files, section, staged)
         return push(folder, recipe, repo, files, screen)
+
+
+def _changes(folder: RunFolder, recipe: Recipe) -> list[str]:
+    """Return notes on a base model that is not that of the run.
+
+    Raises:
+        UserError: an override names it (exit 2).
+    """
+    named = {"model.name", "model.revision"} & {
+        key for key, who in recipe.origin.set_by.items() if who == "override"
+    }
+    changed = base_identity.notes(recipe.model, folder) if named or Path(recipe.model.name).is_dir() else []
+    if named and any(note.startswith(base_identity.CHANGED) for note in changed):
+        raise UserError(
+            Problem(
+                "this is not the base model of the run",
+                "model.name",
+                found=changed[0],
+                fix="name the base model that the run was trained on, or remove the override",
+                why="the published files would name it as the base model of the adapter",
+                code="adapter-files",
+            )
+        )
+    return changed
 
 
 def target_overrides(section: Publish) -> list[str]:

@@ -284,12 +284,20 @@ def _of_launcher(words: list[str]) -> list[str]:
     """Return the flags of `accelerate launch` or `torchrun` that `trl sft` has too, by its names."""
     names = {"config_file": "accelerate_config", "num_processes": "num_processes"}
     names |= {"nproc_per_node": "num_processes"}
-    found, split = [], [part for word in words for part in word.split("=", 1)]
-    for flag, value in itertools.pairwise(split):
-        name = names.get(flag.lstrip("-").replace("-", "_")) if flag.startswith("-") else None
-        if name and (name != "num_processes" or value.isdecimal()):
-            found += [f"--{name}", value]
-    return found
+    parts = [part for word in words for part in word.split("=", 1)]
+    flags = {
+        flag.lstrip("-").replace("-", "_"): value
+        for flag, value in itertools.pairwise(parts)
+        if flag.startswith("-")
+    }
+    found = {names[flag]: value for flag, value in flags.items() if flag in names}
+    if "nproc_per_node" in flags:
+        counts = flags["nproc_per_node"], flags.get("nnodes", "1")
+        if all(count.isdecimal() for count in counts):
+            found["num_processes"] = str(int(counts[0]) * int(counts[1]))
+        else:  # such as `gpu` or 1:4
+            del found["num_processes"]
+    return [word for name, value in found.items() for word in (f"--{name}", value)]
 
 
 def _arguments(words: list[str], where: str) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def _launch(state: Translation, config: str) -> None:
 def _processes(state: Translation, gpus: int) -> int:
     """Return the number of GPUs that TRL trained on: --gpus, or else the processes of the launch."""
     processes = state.take("num_processes")
-    if processes is None and Path(str(state.source.get("accelerate_config") or "")).stem == "multi_gpu":
+    if processes is None and state.source.get("accelerate_config") == "multi_gpu":
         processes = 8  # the number in TRL's own file of this name
     if processes is None or gpus > 1:
         if processes is not None:

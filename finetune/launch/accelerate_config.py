@@ -98,8 +98,8 @@ def read(path: Path) -> dict[str, Any]:
     sections = [made, *(made[name] for name in PREFIXES if isinstance(made.get(name), dict))]
     for key, value in (entry for section in sections for entry in section.items()):
         is_own = key in (*PREFIXES, "gpu_ids")  # `problems` explains these
-        # `accelerate config` writes `tpu_env: []` itself
-        is_nested = isinstance(value, list | dict) and not is_own and (value or key != "tpu_env")
+        is_number = key in RANGES or str(key).endswith("_size")  # `accelerate config` writes `tpu_env: []`
+        is_nested = isinstance(value, list | dict) and not is_own and (value or is_number)
         if is_nested or (not is_own and len(str(value)) > LONGEST_VALUE):
             raise UserError(
                 Problem(
@@ -180,7 +180,12 @@ def _missing_package(given: dict[str, Any], where: str) -> Problem | None:
     section = given.get("fp8_config")
     backend = str(section.get("backend")) if isinstance(section, dict) else ""
     package, extra = FP8_PACKAGES.get(backend, ("", ""))
-    if given.get("mpirun_config") and not (shutil.which("mpirun") or shutil.which("mpiexec")):
+    mpi = given.get("mpirun_config")
+    if (
+        isinstance(mpi, dict)
+        and mpi.get("mpirun_hostfile")
+        and not (shutil.which("mpirun") or shutil.which("mpiexec"))
+    ):
         fix = "install Open MPI or Intel MPI, or remove `mpirun_config:`"
         return Problem(
             "mpirun_config needs mpirun, which is not installed", where=where, fix=fix, code="package-missing"

@@ -77,8 +77,14 @@ def check_adapter(folder: Path, model: Model) -> None:
 
 
 def notes(model: Model, run: RunFolder) -> list[str]:
-    """Return a note if the base model is not that of the run, or can't be compared with it."""
-    own = run_folder.recipe_of(run, files=False).model
+    """Return a note if the base model is not that of the run, or can't be compared with it.
+
+    Args:
+        run: its folder, or a folder with an adapter alone, which names no base model.
+    """
+    if not run.recipe.exists():
+        return []
+    own = run_folder.own_recipe(run).model
     if local_path(own.name) and local_path(model.name):
         return _local_notes(model, run)
     return _notes_of_hub(model, own)

@@ -495,6 +495,11 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     return recipe
 
 
+def own_recipe(run: RunFolder) -> Recipe:
+    """Return the recipe of a run without overrides. Its paths may be of another machine."""
+    return load_recipe(run.recipe, (), run.format_version)
+
+
 def _check_base(run: RunFolder, recipe: Recipe) -> None:
     """Stop if the adapter's config names another base model or another commit than the recipe (exit 2).
 
@@ -502,8 +507,7 @@ def _check_base(run: RunFolder, recipe: Recipe) -> None:
         recipe: the recipe with the overrides of the command, which may name the base model.
     """
     config = RunFolder(run.adapter).found("adapter_config.json")
-    own = load_recipe(run.recipe, (), run.format_version)
-    allowed = [named(one.model.name, one.model.revision) for one in (own, recipe)]
+    allowed = [named(one.model.name, one.model.revision) for one in (own_recipe(run), recipe)]
     name = named(str(config.get("base_model_name_or_path")), config.get("revision")) if config else allowed[0]
     if name not in allowed:
         raise UserError(

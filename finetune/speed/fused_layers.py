@@ -133,7 +133,7 @@ class Fused:
 
     def _report(self) -> None:
         """Log if other layers than in the last pass run PEFT's own forward."""
-        reasons = Counter(stack.reason for stack in self.stacks if stack.reason)
+        reasons = Counter(stack.reason for stack in self.stacks if stack.reason for _ in stack.layers)
         if reasons.total() != self.passed_on:
             said = "; ".join(f"{count} layers by PEFT: {reason}" for reason, count in sorted(reasons.items()))
             log.info("fused layers have changed: %s", said or "all are fused again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from finetune.adapters import attach, initialization
@@ -24,8 +25,10 @@ def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:
     stored = adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind)
     raise_if_any([*stored, *adapter_names.check_noise(recipe, names)])
     requested = data.arguments.router_aux_loss_coef
-    if router_loss.check(base.config, requested, kind, len(names.routers)):  # the checks have shown the note
+    if note := router_loss.check(base.config, requested, kind, len(names.routers)):
         data.arguments.router_aux_loss_coef = 0.0
+        # `check` counts the routers of a local model alone
+        checks.notes += [] if Path(recipe.model.name).is_dir() else [note]
     base = qat.prepare(base, recipe.speed.qat, checks)
     batches = partial(initialization.calibration, data.prepared.train, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, data.tokenizer)

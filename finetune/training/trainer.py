@@ -414,7 +414,8 @@ class Trainer(SFTTrainer):
         if self.corrector:
             self.corrector.finish_first_step()
         trained: Any = self.model
-        trained.train()  # TRL logs by this mode, in which a callback of the user may not have left it
+        if not trained.training:  # TRL logs by this mode, and a callback of the user may have changed it
+            trained.train()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.metrics:
             self.metrics.loads()

@@ -380,7 +380,7 @@ def test_recipe_that_changes_between_trials_ends_the_sweep(tmp_path, monkeypatch
     complete = worker_process.Ended("complete", 1.0, "", 0.1, None)
     monkeypatch.setattr(worker_process, "run", lambda *_, **__: complete)
     with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
-        told, files = sweep_study.Told(), sweep_study.files_read(str(recipe), whole)
+        told, files = sweep_study.Told(), kept_runs.files_and_recipe(whole)
         job = sweep_study.Search(
             asked, whole, space, looked, study, Console(quiet=True), math.inf, told, files, list[Any]()
         )

@@ -253,7 +253,7 @@ def test_held_out_loss_is_that_of_a_plain_loop(train, two_layers) -> None:
 
     run = train()
     loaded = loader.load(run.recipe)
-    rows = held_out(loaded.data, tokenizer_setup.load_tokenizer(loaded.model), 0)
+    rows, _ = held_out(loaded.data, tokenizer_setup.load_tokenizer(loaded.model), 0)
     assert len(rows) == 3
     model = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
     total = count = 0.0

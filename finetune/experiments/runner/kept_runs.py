@@ -117,6 +117,11 @@ def files_read(recipe: Recipe) -> dict[str, str]:
     }
 
 
+def files_and_recipe(recipe: Recipe) -> dict[str, str]:
+    """Return `files_read` with the recipe's own file, which each trial of a sweep reads again."""
+    return {f"recipe {recipe.origin.path}": client.sha256(recipe.origin.path), **files_read(recipe)}
+
+
 def check_unchanged(began: dict[str, str], now: dict[str, str], folder: Path) -> None:
     """Check that no file has changed since the experiment began, or runs would not be comparable.
 

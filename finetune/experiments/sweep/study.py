@@ -33,7 +33,6 @@ from finetune.core.errors import Exit, Problem, Stopped, UserError, first_line, 
 from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep.search_space_checks import SweepRequest
-from finetune.hub import client
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import lock
 
@@ -106,7 +105,7 @@ def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
         pruner=pruner(found.space, recipe),
     ) as study:
         deadline = time.monotonic() + requested.seconds if requested.seconds is not None else float("inf")
-        files = files_read(requested.path, recipe)
+        files = kept_runs.files_and_recipe(recipe)
         job = Search(requested, recipe, found.space, found, study, screen, deadline, Told(), files, [])
         try:
             accepted = hold(
@@ -338,15 +337,10 @@ def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
     record(job, drawn, ended)
 
 
-def files_read(path: str, recipe: Recipe) -> dict[str, str]:
-    """Map each file that trials read to a hash: the recipe's own file too, which each trial reads again."""
-    return {f"recipe {path}": client.sha256(Path(path)), **kept_runs.files_read(recipe)}
-
-
 def check_files(job: Search, drawn: optuna.Trial, recipe: Recipe) -> None:
     """Raise a UserError if a file changed that another trial read. The study runs this trial again later."""
     try:
-        now = {**files_read(job.asked.path, job.recipe), **kept_runs.files_read(recipe)}
+        now = {**kept_runs.files_and_recipe(job.recipe), **kept_runs.files_read(recipe)}
         kept_runs.check_unchanged(
             {name: job.files.get(name, now[name]) for name in now}, now, job.asked.folder
         )

@@ -531,7 +531,7 @@ def test_a_launcher_variable_with_a_wrong_value_is_one_message(name: str, capsys
 OUT_OF_RANGE = (
     *((name, "0") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PARALLELISM_CONFIG_CP_SIZE")),
     *(("MASTER_PORT", port) for port in ("-1", "65536", "99999", "")),
-    ("PARALLELISM_CONFIG_TP_SIZE", "-3"), ("PARALLELISM_CONFIG_SP_BACKEND", "other"), ("MASTER_ADDR", ""),
+    ("PARALLELISM_CONFIG_TP_SIZE", "-3"), ("PARALLELISM_CONFIG_SP_BACKEND", "other"), ("MASTER_ADDR", "a b"),
     ("ACCELERATE_USE_MEGATRON_LM", "true"), ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "abc"),
     ("PYTHONOPTIMIZE", "2"),
 )  # fmt: skip

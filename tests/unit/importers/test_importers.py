@@ -361,6 +361,7 @@ def test_command_line_of_trl(tmp_path) -> None:
         ("accelerate launch --num_processes=4 --config_file zero3.yaml trl/scripts/sft.py", 4),
         ("torchrun --nproc_per_node 8 scripts/sft.py", 8),
         ("torchrun --nproc-per-node=8 --nnodes 1 scripts/sft.py", 8),
+        ("torchrun --nnodes=2 --nproc_per_node=4 scripts/sft.py", 8),
         ("torchrun --nproc_per_node gpu scripts/sft.py", 1),
         ("trl sft --accelerate_config multi_gpu", 8),
         ("trl sft --num_processes 4", 4),
