@@ -16,6 +16,7 @@ from finetune.core.argument_types import (
     check_gpus,
     check_items,
     check_overrides,
+    check_read,
     check_recipe,
     check_types,
     wrong_values,
@@ -191,6 +192,7 @@ def evaluate(run: Run | str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     from finetune.evaluation import evaluator
 
     check_overrides(overrides)
+    check_read("evaluate", list(overrides))
     return evaluator.run(_path(run), list(overrides))
 
 
@@ -250,6 +252,7 @@ def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bo
     from finetune.export import publishing
 
     check_overrides(overrides)
+    check_read("publish", list(overrides))
     check_types(dry_run=(dry_run, (bool,)))
     return publishing.run(_path(run), overrides=overrides, dry_run=dry_run)
 

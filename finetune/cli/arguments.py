@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core.argument_types import MOST_GPUS
-from finetune.core.errors import Problem, Stopped, UserError, raise_if_any
+from finetune.core.errors import Stopped
 from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
@@ -64,8 +64,8 @@ def _number(kind: type[int] | type[float], text: str, least: int, expected: str)
         number = kind(text)
     except ValueError:
         number = math.nan
-    if not least <= number < math.inf or number > MOST:
-        raise wrong(text[:20], expected if not number > MOST else f"a number up to {MOST:,}")
+    if not least <= number <= MOST:
+        raise wrong(text[:20], f"a number up to {MOST:,}" if number > MOST else expected)
     return number
 
 
@@ -120,36 +120,6 @@ def _is_a_run(word: str) -> bool:
     Tasks of lm-eval have names without a slash, and the user's own tasks are YAML files.
     """
     return Path(word).is_dir() or (not word.endswith((".yaml", ".yml")) and ("/" in word or "@" in word))
-
-
-def check_read(command: str, overrides: list[str]) -> None:
-    """Stop if an override sets a key that a command on a finished run does not read (exit 2)."""
-    read = ("model", "data", "speed", "eval") if command != "publish" else ("publish", "model", "data")
-    other = [
-        text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
-    ]
-    what, fix = f"`{command}` does not use this key", "remove the override"
-    if other:
-        raise UserError(
-            *(
-                Problem(
-                    what,
-                    text.partition("=")[0],
-                    f"override {text!r}",
-                    expected=f"keys of {', '.join(read)}",
-                    fix=fix,
-                    why="it was used in training, and the run is finished",
-                    code="command-line",
-                )
-                for text in other
-            )
-        )
-    named = {text.partition("=")[0] for text in overrides} if command != "publish" else set[str]()
-    raise_if_any(
-        Problem(what, key, fix=fix, why=f"the tokenizer of the run contains its {part}", code="command-line")
-        for key, part in (("data.chat_template", "chat template"), ("model.add_tokens", "tokens"))
-        if key in named
-    )
 
 
 def train_again(options: argparse.Namespace) -> list[str]:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
+from finetune.core import argument_types
 
 TARGETS = ("gguf", "ollama", "vllm", "mlx", "compressed-tensors")
 SOURCE = (
@@ -54,7 +54,7 @@ def export_model(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
 
-    arguments.check_read("export", options.overrides)
+    argument_types.check_read("export", options.overrides)
     quieten_libraries()
     with fast_imports(quiet=options.quiet):
         from finetune.export import export_report, exporting

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.cli import arguments
-from finetune.core import privacy, standard_streams, strict_yaml
+from finetune.core import argument_types, privacy, standard_streams, strict_yaml
 from finetune.core.command_lines import command
 from finetune.core.errors import UserError
 from finetune.distributed import launch_environment
@@ -33,7 +33,7 @@ def opened(options: argparse.Namespace) -> RunFolder:
     """Open the run that a command gets. For a run on the Hub, print its local folder."""
     from finetune.run_folder.run_folder import open_run
 
-    arguments.check_read(arguments.command_name(options.command), getattr(options, "overrides", []))
+    argument_types.check_read(arguments.command_name(options.command), getattr(options, "overrides", []))
     run = open_run(options.run)
     if str(run.path) != str(Path(options.run)) and not options.quiet and launch_environment.is_main():
         standard_streams.say(f"note: {options.run} is in {run.path}; what is made of it goes there")

@@ -65,6 +65,36 @@ def check_overrides(overrides: object) -> None:
     raise UserError(_wrong("overrides", overrides, 'a list such as ["adapter.r=8"]'))
 
 
+def check_read(command: str, overrides: list[str]) -> None:
+    """Refuse overrides of keys that a command on a finished run does not read (exit 2)."""
+    read = ("model", "data", "speed", "eval") if command != "publish" else ("publish", "model", "data")
+    other = [
+        text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
+    ]
+    what, fix = f"`{command}` does not use this key", "remove the override"
+    if other:
+        raise UserError(
+            *(
+                Problem(
+                    what,
+                    text.partition("=")[0],
+                    f"override {text!r}",
+                    expected=f"keys of {', '.join(read)}",
+                    fix=fix,
+                    why="it was used in training, and the run is finished",
+                    code="command-line",
+                )
+                for text in other
+            )
+        )
+    named = {text.partition("=")[0] for text in overrides} if command != "publish" else set[str]()
+    raise_if_any(
+        Problem(what, key, fix=fix, why=f"the tokenizer of the run contains its {part}", code="command-line")
+        for key, part in (("data.chat_template", "chat template"), ("model.add_tokens", "tokens"))
+        if key in named
+    )
+
+
 def check_items(name: str, values: Collection[object], kind: type) -> None:
     """Refuse a list with a value that is no instance of `kind`, such as the class in place of an instance."""
     for value in values:

@@ -20,8 +20,7 @@ Result = TypeVar("Result")
 
 
 def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let a function raise every exception as a `UserError`, and restore the environment and
-    the settings of torch at its end.
+    """Let a function raise every exception as a `UserError`. Restore the environment and torch's settings.
 
     Args:
         doing: the end of the sentence "while finetune ...", such as "merged the adapter".

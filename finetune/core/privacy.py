@@ -2,8 +2,8 @@
 
 A recipe with a secret is an error, so finetune reads secrets only from the environment. Known secrets are the
 values of variables with names such as token, key or password, and the token of `hf auth login`. finetune
-finds them in plain text and as encoded in JSON, HTML, URLs and base64, also JSON inside of JSON. It finds
-other secrets by their format. All printed and logged text goes through `masked`.
+finds them in plain text, JSON, HTML, URLs and base64. JSON can be inside of JSON. It finds other secrets by
+their format. All printed and logged text goes through `masked`.
 """
 
 from __future__ import annotations

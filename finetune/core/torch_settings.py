@@ -11,12 +11,12 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-EXACT = ("none", "ieee")  # values of `fp32_precision` that do not round the inputs of matrix products
+EXACT = ("none", "ieee")  # values of `fp32_precision` that do not round the inputs of GEMMs
 
 
 @contextlib.contextmanager
 def usual() -> Iterator[None]:
-    """Use torch's usual dtype, device, gradients and precision of fp32 products, and restore the others.
+    """Use torch's default dtype, device, gradients and precision of fp32 GEMMs, and restore them at the end.
 
     Raises:
         UserError: the call is inside `with torch.device(...)` of another device (exit 2).
@@ -73,7 +73,7 @@ def _legacy_precision(torch: Any) -> str:
 
 
 def holders(torch: Any) -> dict[str, Any]:
-    """Return the objects with a `fp32_precision` (torch 2.9), those that others inherit from first."""
+    """Return the objects with a `fp32_precision` (torch 2.9). `all` and `mkldnn` give others their value."""
     backends = torch.backends
     if not hasattr(backends, "fp32_precision"):
         return {}

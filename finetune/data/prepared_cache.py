@@ -129,9 +129,10 @@ def owner_of(folder: Path) -> str:
 
 def _refuse_unreadable(folder: Path, owner: int) -> None:
     """Refuse data of another user that this user may not read. It is not damaged, so it stays."""
-    files = [folder / name for name in (REPORT, ROWS)] if _may(folder, os.R_OK | os.X_OK) else [folder]
-    hidden = [path for path in files if path.exists() and not _may(path, os.R_OK)]
-    if owner != os.geteuid() and (hidden or files == [folder]):
+    if owner == os.geteuid():
+        return
+    files = (folder / name for name in (REPORT, ROWS))
+    if not _may(folder, os.R_OK | os.X_OK) or any(one.exists() and not _may(one, os.R_OK) for one in files):
         raise UserError(
             Problem(
                 "finetune may not read the prepared data of another user",

@@ -10,14 +10,8 @@ from finetune.data.json_values import json_of
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a key that has none
 # The arguments in the forms of OpenAI, Llama 3, LangChain and Anthropic
 ARGUMENTS = ("arguments", "parameters", "args", "input")
-KEYS = {
-    "id",
-    "type",
-    "index",
-    "name",
-    "function",
-    *ARGUMENTS,
-}  # the other keys of a call are counted as unused
+# The keys of a call that are read, or that say nothing else. Other keys are counted as unused
+KEYS = {"id", "type", "index", "name", "function", *ARGUMENTS}
 
 
 def listed(calls: object, where: str) -> list[Any]:
@@ -43,7 +37,7 @@ def normalized(call: object, where: str) -> dict[str, Any]:
 
 
 def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the arguments, which any of the keys in ARGUMENTS can hold, in the function or beside it."""
+    """Return the arguments. Any key in ARGUMENTS can hold them, in the function or next to it."""
     holders = (function,) if function is call else (function, call)
     given = [holder[key] for holder in holders for key in ARGUMENTS if key in holder]
     if "arguments" in function and _is_schema(function.get("parameters")):
@@ -60,7 +54,7 @@ def _arguments(function: dict[str, Any], call: dict[str, Any], where: str) -> di
             "a tool call has its arguments twice, and they differ",
             where,
             found=" and ".join(map(short, kinds)),
-            fix=f"keep one of the keys {', '.join(ARGUMENTS)}",
+            fix=f"keep one key: {', '.join(ARGUMENTS)}",
         )
     return kinds[0] if kinds else {}
 

@@ -288,8 +288,8 @@ def _weights(documents: list[Encoded], width: int) -> torch.Tensor:
 def reads_padding(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether padding on the left changes the answers of a model.
 
-    For prompt tuning, PEFT puts the padding between the trained vectors and the prompt. In Mamba and in short
-    convolutions, the mask sets the input of padding to 0, but a bias of the input projection follows.
+    For prompt tuning, PEFT puts the padding between the trained vectors and the prompt. The mask of Mamba
+    and of short convolutions sets the input of padding to 0, but a bias of the input projection follows.
     """
     adds_bias = any(
         getattr(getattr(module, "in_proj", None), "bias", None) is not None

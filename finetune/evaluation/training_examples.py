@@ -15,23 +15,30 @@ if TYPE_CHECKING:
 
 LARGEST = 2**30  # bytes of training data that an evaluation reads to compare examples
 NAMES = ("data.validation", "data.name", "data.subset", "data.split")  # overrides that name other examples
-PLAIN = (".jsonl", ".json", ".csv", ".txt", ".md")  # other files are compressed
+PLAIN = (".jsonl", ".json", ".csv", ".txt", ".md")  # other files can be compressed
+COMPRESSED = 5  # assumed size of a compressed file after it is read, as a multiple
 
 
 def notes(folder: RunFolder, recipe: Recipe, examples: list[Example]) -> list[str]:
     """Return a note on the examples of an overridden validation set that the run was trained on.
 
+    Equal examples have equal digests of their content (`Example.digest`), in any file and format.
+
     Raises:
         UserError: they are more than `data.expect.in_validation` allows (exit 2).
     """
-    if not any(recipe.origin.set_by.get(key) == "override" for key in NAMES):
+    named = any(recipe.origin.set_by.get(key) == "override" for key in NAMES)
+    if not named or not examples:
         return []
-    if not examples:
-        return []
-    own = run_folder.own_recipe(folder)
-    found = _shared(own, {example.digest() for example in examples})
-    if isinstance(found, str):
-        return [f"finetune does not look for training examples in the validation set: {found}"]
+    own, found = run_folder.own_recipe(folder), set[int]()
+    try:
+        reason = _unread_reason(own)
+        if not reason:
+            found = _shared(own, {example.digest() for example in examples})
+    except (UserError, OSError):
+        reason = "the training data can't be read here"
+    if reason:
+        return [f"finetune does not look for training examples in the validation set: {reason}"]
     shared = sum(example.digest() in found for example in examples)
     said = f"the run was trained on {shared} of {len(examples)} examples of the validation set"
     if shared > recipe.data.expect.in_validation * len(examples):
@@ -48,23 +55,22 @@ def notes(folder: RunFolder, recipe: Recipe, examples: list[Example]) -> list[st
     return [said] if shared else []
 
 
-def _shared(own: Recipe, wanted: set[int]) -> set[int] | str:
-    """Return the digests of `wanted` that are in the training data, or why finetune can't read this data."""
-    data, found, size = own.data, set[int](), 0
-    try:
-        for source in source_loading.sources(data):
-            files = source_loading.files_of(source, "data.name")
-            if files is None:
-                return "the training data is on the Hub"
-            size += sum(path.stat().st_size * (1 if path.suffix in PLAIN else 5) for path in files)
-        if size > LARGEST:
-            return f"the training data is larger than {LARGEST / 2**30:.0f} GiB"
-        drawn = source_loading.draw_held_out(data, own.train.seed)
-        for source in source_loading.sources(data):
-            rows = source_loading.training(data, source, drawn, own.train.seed)
-            examples = source_loading.examples(rows, data, source_loading.title(source), {}, {})
-            digests = (one.digest() for one in examples if isinstance(one, Example))
-            found.update(wanted.intersection(digests))
-    except (UserError, OSError):
-        return "the training data can't be read here"
+def _unread_reason(own: Recipe) -> str:
+    """Return why an evaluation does not read the training data; empty if it does."""
+    files = [source_loading.files_of(source, "data.name") for source in source_loading.sources(own.data)]
+    if None in files:
+        return "the training data is on the Hub"
+    paths = [path for some in files for path in some or ()]
+    size = sum(path.stat().st_size * (1 if path.suffix in PLAIN else COMPRESSED) for path in paths)
+    return f"the training data is larger than {LARGEST / 2**30:.0f} GiB" if size > LARGEST else ""
+
+
+def _shared(own: Recipe, wanted: set[int]) -> set[int]:
+    """Return the digests of `wanted` that are in the training data."""
+    data, seed, found = own.data, own.train.seed, set[int]()
+    drawn = source_loading.draw_held_out(data, seed)
+    for source in source_loading.sources(data):
+        rows = source_loading.training(data, source, drawn, seed)
+        examples = source_loading.examples(rows, data, source_loading.title(source), {}, {})
+        found.update(wanted.intersection(one.digest() for one in examples if isinstance(one, Example)))
     return found

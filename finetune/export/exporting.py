@@ -157,7 +157,7 @@ def run(
 
 
 def trained_on_chats(folder: RunFolder) -> bool:
-    """Return whether a run trained on chats. An adapter without a run counts as one that did."""
+    """Return whether a run trained on chats. For an adapter without a run, return true."""
     report = {} if folder.is_plain_adapter else folder.found("data_report.json")
     formats = {*report.get("train", {}).get("formats", {}).values()}
     return not formats or bool(formats - PLAIN)

@@ -27,9 +27,7 @@ def changes(folder: RunFolder, recipe: Recipe) -> list[str]:
     """Return notes if the base model has changed since the run, or an override stores it in another way."""
     found, now = base_identity.notes(recipe.model, folder), reopen.setup_of(recipe).storage.value
     if was := comparability.other_storage(folder, recipe, now):
-        found.append(
-            f"the base model is stored in {now}, but {was}: the weights differ from those of the run"
-        )
+        found.append(f"the base model is stored in {now}, but {was}: the weights differ from the run's")
     return found
 
 

@@ -97,7 +97,7 @@ def run(
 
 
 def _changes(folder: RunFolder, recipe: Recipe) -> list[str]:
-    """Return notes on a base model that is not that of the run.
+    """Return notes on a base model that the run was not trained on.
 
     Raises:
         UserError: an override names it (exit 2).

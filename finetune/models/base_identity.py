@@ -77,7 +77,7 @@ def check_adapter(folder: Path, model: Model) -> None:
 
 
 def notes(model: Model, run: RunFolder) -> list[str]:
-    """Return a note if the base model is not that of the run, or can't be compared with it.
+    """Return a note if the run had another base model, or if finetune can't compare the two.
 
     Args:
         run: its folder, or a folder with an adapter alone, which names no base model.
@@ -116,6 +116,6 @@ def _notes_of_hub(model: Model, own: Model) -> list[str]:
         return []
     was = f"{own.name} at {own.revision or 'main'}"
     if local_path(own.name) or local_path(model.name):
-        return [f"finetune can't compare the base model {model.name} with that of the run, {own.name}"]
+        return [f"finetune can't compare the base model {model.name} with the run's base model {own.name}"]
     commit = client.commit(model.name, model.revision or "main")
     return [] if commit == own.revision else [f"{CHANGED}: {model.name} at {commit} in place of {was}"]

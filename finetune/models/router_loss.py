@@ -9,7 +9,6 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.model_config import ModelConfig
 
 COEFFICIENT = "router_aux_loss_coef"  # a key of the model's config and of `train:`
-NOTE = f"train.{COEFFICIENT}: 0"
 SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)
 
 
@@ -31,7 +30,8 @@ def check(config: ModelConfig, requested: float | None, adapter: str, routers: i
     if not coefficient or (requested is None and not has_router):
         return ""
     if requested is None and routers == 0:
-        return f"{NOTE}, because this {text.model_type} has no router that returns the logits of its experts"
+        why = f"this {text.model_type} has no router that returns the logits of its experts"
+        return f"train.{COEFFICIENT}: 0, because {why}"
     if wrong := _refusal(text, has_router and routers != 0, coefficient, adapter):
         raise UserError(wrong)
     return ""

@@ -47,8 +47,8 @@ def check_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Probl
 def check_noise(recipe: Recipe, names: Names) -> list[Problem]:
     """Return the problem of NEFTune with virtual tokens, if transformers does not find the embeddings.
 
-    transformers reads them from `model.model` (transformers 5.22, integrations/neftune.py), which is the base
-    model only for adapters that wrap its layers, and else a part of the base model.
+    It reads them from `base_model.model` (transformers 5.22, integrations/neftune.py). With virtual tokens,
+    this is an attribute of the base model, which only some families have.
     """
     noise = recipe.train.passed_on().get("neftune_noise_alpha")
     virtual = adapter_types.find(recipe.adapter.type).prompt

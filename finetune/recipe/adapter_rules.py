@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 OPTION, SPEED = "adapter-option", "speed-option"  # codes of problems
 OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be offloaded to the CPU
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
-# Each of PiSSA's iterations takes as long as two products with the weight; PEFT's documentation uses 16
+# Each iteration of PiSSA takes as long as two GEMMs with the weight. PEFT's documentation uses 16
 _INIT = re.compile(rf"(pissa_niter_[0-9]{{1,3}}|{'|'.join(INITS)})")
 # Names of modules that a quantized base model quantizes, and of modules that it leaves as they are. For other
 # names, the live model decides.

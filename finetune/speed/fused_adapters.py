@@ -30,9 +30,9 @@ def apply(model: PeftModel) -> PeftModel:
     PEFT's own forward. `logging.getLogger("finetune")` logs which layers are not fused, with the reason.
 
     Call it before the first step, on a model that is on its device. Evaluation, generation, and layers with a
-    disabled or merged adapter run PEFT's own forward. So do layers whose base weights train, or whose inner
-    modules have hooks. A second call fuses the layers again. Call `remove` before `copy.deepcopy`, and before
-    you take gradients of gradients (`create_graph=True`), which is an error with fused layers.
+    disabled or merged adapter run PEFT's own forward. So do layers with trained base weights, and layers with
+    hooks on inner modules. A second call fuses the layers again. Call `remove` before `copy.deepcopy`, and
+    before you take gradients of gradients (`create_graph=True`), which is an error with fused layers.
 
     Raises:
         UserError: the model has no adapter, or no adapter that can be fused.

@@ -123,7 +123,7 @@ class Fused:
         for stacks, modules in self.inner:
             if any(map(upstream_private.has_hooks, modules)):
                 for stack in stacks:
-                    stack.reason = "a module inside of it has hooks"
+                    stack.reason = "an inner module has hooks"
         self._report()
         if self.norms and followed:
             self.norms.rebased()

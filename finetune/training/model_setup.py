@@ -27,8 +27,8 @@ def adapted_model(run: RunContext, data: RunData, steps: int) -> Any:
     requested = data.arguments.router_aux_loss_coef
     if note := router_loss.check(base.config, requested, kind, len(names.routers)):
         data.arguments.router_aux_loss_coef = 0.0
-        # `check` counts the routers of a local model alone
-        checks.notes += [] if Path(recipe.model.name).is_dir() else [note]
+        if not Path(recipe.model.name).is_dir():  # the checks have shown the note of a local model
+            checks.notes.append(note)
     base = qat.prepare(base, recipe.speed.qat, checks)
     batches = partial(initialization.calibration, data.prepared.train, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, data.tokenizer)

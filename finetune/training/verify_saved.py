@@ -102,7 +102,7 @@ def add_moved_check(before: dict[str, str], adapted: torch.nn.Module, steps: int
     if other := sorted(before.keys() ^ after.keys()):
         checks.add(
             "trainable parameters",
-            expected="those of the start of training",
+            expected="the same as at the start of training",
             actual=f"{len(other)} that were added or removed, such as {other[0]}",
             how="names with requires_grad; a callback must not change them",
         )

@@ -65,8 +65,7 @@ CASES = [
     ("multi_node", ["adapter.type=qlora"], 0.02, ("gradients all-reduced",)),
     ("multi_node", [*FULL], 0.02, ("gradients all-reduced",)),
     pytest.param("multi_node", ["adapter.type=lora", FP8], 0.03, ("fp8 GEMMs",), marks=needs_fp8),
-    # with DoRA, a changed bit soon turns fp8 codes into the next ones: up to 1% in steps 1 to 4, 3% in step 5
-    pytest.param("multi_node", ["adapter.type=dora", FP8], 0.05, ("fp8 GEMMs",), marks=needs_fp8),
+    pytest.param("multi_node", ["adapter.type=dora", FP8], 0.03, ("fp8 GEMMs",), marks=needs_fp8),
     pytest.param("8xh100_fp8", ["adapter.type=lora"], 0.03, IN_FP8, marks=needs_fp8),
     pytest.param("8xh100_fp8", ["adapter.type=dora"], 0.03, IN_FP8, marks=needs_fp8),
     ("fsdp2_8", ["adapter.type=lora"], 0.02, ("sharded by FSDP",)),
@@ -88,8 +87,8 @@ CASES = [
     ("fsdp2_8_quantized", ["adapter.type=qlora"], 0.02, GATHERED),
     ("fsdp2_8_quantized", [*FULL], 0.02, ("sharded by FSDP",)),
     pytest.param("fsdp2_8_quantized", ["adapter.type=lora", FP8], 0.03, GATHERED, marks=needs_fp8),
+    pytest.param("fsdp2_8_quantized", ["adapter.type=dora", FP8], 0.03, GATHERED, marks=needs_fp8),
     # vectors that are gathered in bf16 turn codes into the next ones
-    pytest.param("fsdp2_8_quantized", ["adapter.type=dora", FP8], 0.05, GATHERED, marks=needs_fp8),
     pytest.param("fsdp2_8_quantized", [*IA3, FP8], 0.05, GATHERED, marks=needs_fp8),
     ("context_parallel_4", ["adapter.type=lora", *LONG], 0.02, ("sharded by FSDP",)),
     ("context_parallel_4", ["adapter.type=dora", *LONG], 0.02, ("sharded by FSDP",)),
@@ -186,8 +185,10 @@ def test_two_gpus_learn_what_one_does(
     found = {check["option"]: check for check in two.read("checks.json")}
     assert all(check["passed"] for check in found.values()) and found.keys() >= {"processes", *wanted}
     assert found["processes"]["actual"] == "2"
-    for a, b in zip(metrics(one), metrics(two), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=allowed)
+    # With DoRA, a changed bit turns fp8 codes into the next ones: 3.004% apart were seen in step 5
+    late = 0.05 if recipe == ["adapter.type=dora", FP8] else allowed
+    for step, (a, b) in enumerate(zip(metrics(one), metrics(two), strict=True), 1):
+        assert b["loss"] == pytest.approx(a["loss"], rel=allowed if step <= 4 else late)
     whole(one, two, ranks="adapter.type=adalora" in recipe)
     if name.startswith("zero") and recipe[0] != FULL[0]:
         saved = load_file(two.adapter / "adapter_model.safetensors").values()

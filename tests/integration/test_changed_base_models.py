@@ -11,6 +11,10 @@ import pytest
 
 from finetune.cli import main
 from finetune.core import verified_files
+from finetune.hub import client
+from finetune.models import base_identity
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
 from support import tiny_models
 
 
@@ -62,6 +66,33 @@ def test_chat_with_one_prompt_names_a_changed_base_model(finished: Path, tmp_pat
     finally:
         shutil.copytree(kept, finished / "model", dirs_exist_ok=True)
     assert "the base model has changed since the run: rms_norm_eps" in capsys.readouterr().out
+
+
+COMMITS = {"me/base@main": "b" * 40, "me/other@main": "a" * 40}
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({}, ""),
+        ({"revision": None}, f"me/base at {'b' * 40} in place of me/base at {'a' * 40}"),
+        ({"name": "me/other", "revision": None}, ""),  # the same commit, as of a renamed repository
+        ({"name": "me/other", "revision": "c" * 40}, f"me/other at {'c' * 40} in place of"),
+        ({"name": "/a/folder", "revision": None}, "can't compare the base model /a/folder with the run's"),
+    ],
+    ids=str,
+)
+def test_commit_of_a_base_model_on_the_hub_is_compared(
+    now: dict[str, Any], said: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(client.COMMITS, json.dumps(COMMITS))  # the Hub's answers, as a process passes them on
+    run = RunFolder(shutil.copytree(finished / "run", tmp_path / "run"))
+    text = run.recipe.read_text().replace(json.dumps(str(finished / "model")), '"me/base"', 1)
+    run.recipe.write_text(text.replace("revision: null", f'revision: "{"a" * 40}"', 1))
+    own = run_folder.own_recipe(run).model
+    assert (own.name, own.revision) == ("me/base", "a" * 40)
+    notes = base_identity.notes(own.model_copy(update=now), run)
+    assert len(notes) == bool(said) and all(said in note for note in notes)
 
 
 def test_publish_of_another_base_model_is_refused(finished: Path, tmp_path: Path, capsys) -> None:

@@ -209,6 +209,17 @@ def test_an_evaluation_on_other_examples_says_which_it_can_not_use(train, small,
     for path, counts in ((part, "6 of 6"), (among, "1 of 4")):
         code, text = said(f"data.validation={path}")
         assert code == 2 and f"the run was trained on {counts} examples" in text
+    code, text = said(f"data.validation={among}", "data.expect.in_validation=1")
+    assert code == 0 and "note: the run was trained on 1 of 4 examples" in text
+    training.rename(training.with_suffix(".moved"))
+    try:
+        code, text = said(f"data.validation={copied}")
+    finally:
+        training.with_suffix(".moved").rename(training)
+    assert (
+        code == 0
+        and "does not look for training examples in the validation set: the training data can" in text
+    )
     for same in (copied, training):
         code, text = said(f"data.validation={same}")
         said_so = (

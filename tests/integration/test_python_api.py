@@ -114,6 +114,27 @@ def test_training_does_not_depend_on_the_settings_of_torch_in_the_program(small,
     assert all(found == losses["none"] for found in losses.values()), losses
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_older_settings_of_torch_can_be_read_inside_a_call(precision: str) -> None:
+    """Callbacks and torch.compile read them. torch raises an error if only the newer ones are changed."""
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with torch_settings.usual():
+            assert torch.get_float32_matmul_precision() == "highest"
+            assert not torch.backends.cuda.matmul.allow_tf32
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    "override", ["model.add_tokens=[<zz>]", "train.learning_rate=1", "data.chat_template=chatml"]
+)
+def test_evaluate_refuses_overrides_that_it_would_ignore(override: str, trained) -> None:
+    with pytest.raises(UserError, match="`evaluate` does not use this key"):
+        finetune.evaluate(trained().path, [override])
+
+
 def test_a_call_inside_the_device_of_a_with_statement_is_refused(small, tmp_path) -> None:
     recipe = finetune.load_recipe(QUICKSTART, [*small, *SHORT, f"train.output_dir={tmp_path}/run"])
     with pytest.raises(UserError, match=r"can't run inside `with torch.device"), torch.device("meta"):

@@ -32,7 +32,7 @@ def make_folder(folder: Path, command: str) -> None:
     """Create the folder of an experiment.
 
     Raises:
-        UserError: the folder is a run folder, has a link to outside, or can't be written (exit 2).
+        UserError: the folder is a run folder, or has a link to outside, or is not writable (exit 2).
     """
     problem = "a run folder" if (folder / "recipe.resolved.yaml").exists() else ""
     problem = f"a link to {folder.resolve()}" if folder.is_symlink() else problem

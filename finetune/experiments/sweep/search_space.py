@@ -369,7 +369,7 @@ def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()
         without: keys that keep the recipe's values.
 
     Raises:
-        ValueError, LookupError: the study has queued a value that is not in the space.
+        ValueError, TypeError, LookupError: the study has queued a value that is not in the space.
     """
     values: dict[str, Any] = {}
     for key, one in space.parameters.items():

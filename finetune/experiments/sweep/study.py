@@ -312,7 +312,7 @@ def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
     without = drawn.user_attrs.get("without", ())
     try:
         values = search_space.draw(drawn, job.space, job.recipe, without)
-    except study_storage.UNREADABLE as error:
+    except (ValueError, TypeError, LookupError) as error:
         found = f"trial {drawn.number} ({type(error).__name__}: {first_line(error)})"
         raise study_storage.damaged(str(request.folder), [found]) from None
     drawn.set_user_attr("values", values)

@@ -46,8 +46,8 @@ WATCHED = 30.0  # seconds within which a living worker gives another sign of lif
 # Tolerance in seconds for the start time of a process, because the boot time is known only to the second
 ROUNDED = 2.0
 MOST_TIMES = 3  # limit of repetitions, because the trial itself may crash its workers
-OWN_CHECK = "check (version_info_id=1)"  # the one check in Optuna's tables
-# Words of SQL, beside functions, by which a column or an index computes values
+OWN_CHECK = "check (version_info_id=1)"  # Optuna's tables have no other check
+# Words of SQL by which a column or an index computes values. Names of functions are such words too
 COMPUTES = {"virtual", "as", "check", "where", "collate", "default", "case", "like", "glob", "in", "is"}
 NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")  # end of a journal of SQLite that names a super-journal
 TRIES = 5  # attempts to create the tables, because two starting workers can conflict
@@ -240,7 +240,7 @@ def _check_database(url: str) -> None:
 def _refuse_wal(path: Path) -> None:
     """Refuse a database in the WAL mode of SQLite, whose two other files SQLite maps and overwrites.
 
-    SQLite uses this mode if the header says so, or if one of the files exists.
+    SQLite uses this mode if the header says so, or if such a file exists.
     """
     others = [path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm")]
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -253,7 +253,7 @@ def _refuse_wal(path: Path) -> None:
                 "the study is in the WAL mode of SQLite",
                 where=str(path),
                 fix=f"if it is your study: sqlite3 {name} 'PRAGMA journal_mode=DELETE'",
-                why="SQLite would write to two more files beside it, and these may be links to other files",
+                why="SQLite would write to two more files, which can be links to other files",
                 code="unsafe-file",
             )
         )

@@ -99,7 +99,7 @@ def test_apply_logs_layers_that_a_hook_gives_back_to_peft(caplog: pytest.LogCapt
             hook = module.register_forward_hook(lambda *_: seen.append(1))
     with caplog.at_level(logging.INFO, logger="finetune"):
         step(model)
-        assert len(seen) == 2 and "by PEFT: a module inside of it has hooks" in caplog.text
+        assert len(seen) == 2 and "by PEFT: an inner module has hooks" in caplog.text
         caplog.clear()
         step(model)
         assert not caplog.text

@@ -215,6 +215,21 @@ def test_another_adapter_runs_by_peft() -> None:
     assert abs(float(loss - right)) < EXACT and worst(gradients, theirs) < EXACT
 
 
+def test_base_weights_of_experts_that_train_later_get_their_gradients() -> None:
+    fused, own = mixture(), mixture()
+    fused_adapters.apply(fused)
+    step(fused)
+    for model in (fused, own):
+        for name, weight in model.named_parameters():
+            if "experts" in name and "lora" not in name:
+                weight.requires_grad_(True)
+        model.zero_grad()
+    (loss, gradients), (right, theirs) = step(fused), step(own)
+    assert gradients.keys() == theirs.keys()
+    assert [name for name in theirs if name.endswith("experts.base_layer.base_layer.down_proj")]
+    assert abs(float(loss - right)) < 1e-5 and worst(gradients, theirs) < 1e-4
+
+
 def test_removed_it_is_as_it_was() -> None:
     model, own = mixture(), mixture()
     fused_adapters.apply(model)
