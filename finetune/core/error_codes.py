@@ -182,7 +182,8 @@ CODES = {
     ),
     "no-gradient": (
         "A trainable tensor gets no gradient, because the model reads its weight without a call "
-        "of the module. Remove the module from `adapter.target_modules`."
+        "of the module. Remove the module from `adapter.target_modules`. Or all gradients of the "
+        "first steps are 0, so the settings let nothing train."
     ),
     "batch-size": (
         "The batch sizes do not fit together or do not fit the number of examples. The effective "

@@ -46,6 +46,7 @@ def timeout() -> datetime.timedelta:
 
 def start(device: str) -> None:
     """Join the processes of a launch on CPUs, because the Trainer applies its `ddp_timeout` only to GPUs."""
+    launch_environment.check_launcher()
     name_interface()
     if device == "cpu" and launch_environment.processes() > 1:
         joined(device)
@@ -58,16 +59,7 @@ def joined(device: str) -> PartialState:
     run on CPUs, Accelerate takes each process for a launch of its own.
     """
     name_interface()
-    if launch_environment.processes() > 1 and "MASTER_ADDR" not in os.environ:
-        raise UserError(
-            Problem(
-                "the environment names several processes, and no launcher has started this one",
-                found=f"WORLD_SIZE={launch_environment.processes()}, and no MASTER_ADDR",
-                fix="unset WORLD_SIZE, or start finetune with a launcher (`--accelerate FILE`)",
-                code="launch-config",
-            ),
-            code=Exit.ENVIRONMENT,
-        )
+    launch_environment.check_launcher()
     later = datetime.timedelta(seconds=0 if device == "cpu" else launch_environment.NCCL_LATER)
     options: Any = {"timeout": timeout() + later} if launch_environment.processes() > 1 else {}
     return PartialState(cpu=device == "cpu", **options)

@@ -119,6 +119,26 @@ def check_variables() -> None:
         )
 
 
+def check_launcher() -> None:
+    """Refuse variables of a launcher in a process that no launcher has started.
+
+    Raises:
+        UserError: torch would wait for other processes, or find no address for them (exit 3).
+    """
+    left = {"WORLD_SIZE": processes() > 1, "LOCAL_RANK": said("LOCAL_RANK", "-1") != "-1"}
+    found = [name for name, is_set in left.items() if is_set]
+    if found and "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            Problem(
+                "the environment names a process of a launch, and no launcher has started this one",
+                found=f"{', '.join(f'{name}={os.environ[name]}' for name in found)}, and no MASTER_ADDR",
+                fix=f"unset {' '.join(found)}, or start finetune with a launcher (`--accelerate FILE`)",
+                code="launch-config",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
+
+
 def on(name: str) -> bool:
     return said(name) in ("y", "yes", "t", "true", "on", "1")  # accelerate.utils.str_to_bool
 

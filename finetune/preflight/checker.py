@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from finetune.autoconfig import (
     optimizer_choice,
     packing_support,
 )
-from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.model_config import ModelConfig
 from finetune.core.paths import on_the_hub
@@ -44,23 +43,16 @@ from finetune.preflight import (
     package_checks,
     publish_target,
     token_checks,
+    tracker_checks,
 )
 from finetune.quantization import four_bit_state, qat, stored_weights
 from finetune.quantization.stored_tensors import PACKED
-from finetune.recipe import adapter_types, upstream_options
-from finetune.recipe.renames import meant
+from finetune.recipe import adapter_types
 from finetune.recipe.schema import Model, Recipe
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 
 IA3_RATE = 1e-2  # learning rate at which IA3's factors change by more than the rounding of bf16
-MOST_TRACKERS = 100
-TRACKERS = {  # name in train.report_to -> module, package; other trackers have one name for all three
-    "azure_ml": ("azureml", "azureml-core"),
-    "comet_ml": ("comet_ml", "comet-ml"),
-    "flyte": ("flytekit", "flytekit"),
-    "kubeflow": ("transformers", "transformers"),  # needs none: it is a server that the job runs under
-}
 
 
 def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
@@ -86,7 +78,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
         partial(_adapter, recipe, config),
         partial(_router_loss, recipe, config),
         partial(_tasks, recipe, config),
-        partial(_trackers, recipe),
+        partial(tracker_checks.check, recipe),
         partial(publish_target.check_names, recipe.publish),
         partial(_settings, recipe, config),
         partial(_packages, recipe),
@@ -185,6 +177,10 @@ def _machine(recipe: Recipe) -> list[str]:
     refused, so most recipes need no torch here.
     """
     model, speed, given = recipe.model, recipe.speed, recipe.train.passed_on()
+    try:
+        launch_environment.check_launcher()
+    except UserError as error:
+        return refused_here(error)
     config = _config(model)
     needs_machine = (
         model.attention not in ("auto", "sdpa", "eager"),
@@ -344,61 +340,6 @@ def _config(section: Model) -> Any:
     """Return the config of a local model; `None` for a model on the Hub or a config that `_model` refuses."""
     with contextlib.suppress(UserError):
         return architecture.config_in(Path(section.name) / "config.json")
-
-
-def _trackers(recipe: Recipe) -> list[str]:
-    """Check that the trackers in `train.report_to` exist and are installed."""
-    key, trackers = "train.report_to", recipe.train.passed_on().get("report_to", "none")
-    trackers = trackers if isinstance(trackers, list) else [trackers]
-    if trackers in (["none"], []):
-        return []
-    if len(trackers) > MOST_TRACKERS:
-        raise UserError(
-            Problem(
-                "the list of trackers is too long",
-                key,
-                found=f"{len(trackers):,}",
-                expected=f"at most {MOST_TRACKERS}",
-                fix="train.report_to: tensorboard",
-                code="value-range",
-            )
-        )
-    known = upstream_options.trackers()
-    if trackers == ["all"]:
-        found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))
-        return [f"{key}: all means the installed trackers: {', '.join(found) or 'none'}"]
-    unknown = [str(name) for name in trackers if name not in known]
-    if unknown:
-        raise UserError(*(_unknown_tracker(name, known) for name in unknown))
-    missing = [name for name in trackers if not _tracker_installed(name)]
-    if missing:
-        raise UserError(
-            Problem(
-                "a tracker is not installed",
-                key,
-                found=", ".join(missing),
-                fix=packages.install_command(*(TRACKERS.get(name, (name, name))[1] for name in missing)),
-                code="package-missing",
-            ),
-            code=Exit.ENVIRONMENT,
-        )
-    return []
-
-
-def _unknown_tracker(name: str, known: Collection[str]) -> Problem:
-    near, what = meant("train.report_to", name, known), "Transformers has no such tracker"
-    return Problem(
-        what,
-        "train.report_to",
-        found=name,
-        expected="" if near else "none, all, or a tracker such as tensorboard, wandb or mlflow",
-        fix=f"train.report_to: {near}" if near else "train.report_to: none",
-        code="value-choice",
-    )
-
-
-def _tracker_installed(name: str) -> bool:
-    return packages.installed(TRACKERS.get(name, (name, name))[0])
 
 
 def _adapter(recipe: Recipe, config: ModelConfig | None) -> list[str]:

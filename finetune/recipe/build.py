@@ -68,6 +68,7 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "beta2": {"gt": 0, "lt": 1},
     "num_virtual_tokens": {"ge": 1},
     "num_cayley_neumann_terms": {"ge": 2},
+    "d_initial": {"gt": 0, "allow_inf_nan": False},  # VeRA's other vector starts at 0
     "num_vectors": {"ge": 2},
     "vector_length": {"ge": 1},
     "init_vector_bank_bound": {"gt": 0, "allow_inf_nan": False},
@@ -79,7 +80,7 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "weight_decay": {"ge": 0, "allow_inf_nan": False},
     "adam_beta1": {"ge": 0, "lt": 1},
     "adam_beta2": {"ge": 0, "lt": 1},
-    "adam_epsilon": {"ge": 0, "allow_inf_nan": False},
+    "adam_epsilon": {"ge": 1e-30, "allow_inf_nan": False},  # 0 in float32 gives NaN where a gradient is 0
     "warmup_steps": {"ge": 0, "le": 1e15},
     "max_grad_norm": {"ge": 0},
     "logging_steps": {"gt": 0, "le": 1e15},

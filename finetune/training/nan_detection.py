@@ -29,6 +29,7 @@ from finetune.recipe.schema import Train
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training.oom_recovery import MicroBatches
 
+FIRST = 3  # steps that may have no gradient
 HALVINGS = 20  # allowed consecutive halvings of fp16's loss scale; 16 halvings take 65,536 to 1
 WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and consecutive losses of a spike
 WORTH_A_WORD = 2.0  # factor above the median that prints a note
@@ -65,7 +66,7 @@ class NonFinite(TrainerCallback):
         """Args: allowed: consecutive steps that may be skipped; 0: the first one ends the run."""
         self.allowed, self.folder, self.screen = allowed, folder, screen
         self.step: int | None = None  # the step whose norm has not been read yet
-        self.in_a_row = self.skipped = 0
+        self.in_a_row = self.skipped = self.without = 0
 
     def follow(self, trainer: Steps) -> None:
         """Store the Trainer, whose constructor calls this, because callbacks do not get the Trainer."""
@@ -102,7 +103,7 @@ class NonFinite(TrainerCallback):
         assert self.trainer
         engine, inner = self.trainer.model_wrapped, optimizer.optimizer
         if hasattr(engine, "get_global_grad_norm"):  # DeepSpeed has already updated the weights
-            norm = float(engine.get_global_grad_norm() or 0.0)
+            norm = float(engine.get_global_grad_norm() or 1.0)  # None where it computes none
             norm = torch.tensor(norm if norm >= 0 else math.nan)  # DeepSpeed returns -1 for NaN or Inf
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
@@ -163,15 +164,35 @@ class NonFinite(TrainerCallback):
         if self.copied is not None:
             self.copied.synchronize()
         step, self.step = self.step, None
-        (spoilt,) = collectives.any_of(not torch.isfinite(self.norm))
+        spoilt, trains = collectives.any_of(not torch.isfinite(self.norm), bool(self.norm))
         if not spoilt:
             self.in_a_row = 0
+            self.stop_without_gradient(step, trains=trains)
             return False
         self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
         if self.in_a_row <= self.allowed:
             self.screen.say(f"step {step} is skipped, because its gradients are NaN or Inf")
             return True
         self.stop(step)
+
+    def stop_without_gradient(self, step: int, *, trains: bool) -> None:
+        """End a run whose first steps have no gradient, because its end would find that nothing was trained.
+
+        Raises:
+            UserError: the gradients of all of the first steps are 0 (exit 5).
+        """
+        self.without = 0 if trains else self.without + 1
+        if self.without < FIRST or step != FIRST:
+            return
+        raise UserError(
+            Problem(
+                f"all gradients of the first {FIRST} steps are 0, so nothing is trained",
+                found="a gradient norm of 0",
+                fix="check the initialization of the adapter, `train.max_grad_norm` and the loss weights",
+                code="no-gradient",
+            ),
+            code=Exit.TRAINING,
+        )
 
     def stop(self, step: int) -> NoReturn:
         """End the run, and save the micro-batches of the step for inspection."""

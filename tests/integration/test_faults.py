@@ -99,6 +99,13 @@ def test_more_steps_in_a_row_than_allowed_end_the_run(train, capsys) -> None:
     assert "after 1 such steps before it" in capsys.readouterr().err
 
 
+def test_a_run_whose_first_steps_have_no_gradient_ends(train, capsys) -> None:
+    with_values = "train.max_steps=6", "train.max_grad_norm=1e-300"
+    run = train(*FEW, *with_values, code=5)
+    assert "all gradients of the first 3 steps are 0" in capsys.readouterr().err
+    assert not list(checkpoints.published(run.checkpoints))
+
+
 def test_the_first_module_is_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     model[1].weight.requires_grad_(False).fill_(math.inf)

@@ -35,6 +35,23 @@ def test_what_can_t_be_reported_to_is_said_at_once(asked: str, code: int, said: 
         assert "train.report_to" in error and said in error
 
 
+@pytest.mark.parametrize("asked", ["tensorboard", "[tensorboard,mlflow]", "all"])
+@pytest.mark.parametrize("where", ["nonsense://bucket/x", "gs://bucket/x"])
+def test_a_folder_that_tensorboard_can_t_write_to(asked: str, where: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", where)
+    monkeypatch.setattr(packages, "installed", lambda name: name in ("tensorboard", "mlflow"))
+    for command in ("check", "train"):
+        assert main.main([command, str(QUICKSTART), f"train.report_to={asked}"]) == 3
+        error = capsys.readouterr().err
+        assert "TensorBoard can't write to this place" in error and where in error
+
+
+def test_a_remote_folder_of_tensorboard_is_told(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", "memory://runs/x")
+    assert main.main(["check", str(QUICKSTART), "train.report_to=tensorboard"]) == 0
+    assert "TensorBoard writes to memory://runs/x" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("asked", ["none", "[none]", "[]", "kubeflow"])
 def test_what_needs_no_package(asked: str) -> None:
     assert main.main(["check", str(QUICKSTART), f"train.report_to={asked}"]) == 0
