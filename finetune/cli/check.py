@@ -60,14 +60,16 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     template_sandbox.start()  # it starts during the imports and the other checks
     with counted(options.recipe, quiet=options.quiet):
         with fast_imports(quiet=options.quiet):
+            from finetune.data import source_loading
             from finetune.preflight import checker
 
             recipe = load(options)
         with located(recipe):
             notes = checker.check(recipe)
             notes = list(dict.fromkeys([*notes, *_decided(recipe)]))
+            sources = [source_loading.title(source) for source in source_loading.sources(recipe.data)]
     if not options.quiet:
-        what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
+        what = f"{recipe.adapter.type} on {recipe.model.name} with {', '.join(sources)}"
         standard_streams.say(*map(labelled, notes), f"fine: {options.recipe}: {what}")
     if options.verify_resume or options.rehearse:
         from finetune.core.console import Console

@@ -25,7 +25,7 @@ import numpy as np
 from finetune.core import progress
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.verified_files import Damaged
-from finetune.data import chat_templates, prepared_cache, source_loading
+from finetune.data import chat_templates, prepared_cache, source_loading, source_weights
 from finetune.data.audit import Audit, Report
 from finetune.data.encoding import Encoded, encoders
 from finetune.data.examples import BadRow, Example, Row
@@ -34,7 +34,6 @@ from finetune.data.packing import best_fit
 from finetune.data.prepared_cache import cache_folder, code_digest
 
 if TYPE_CHECKING:
-    from array import array
     from collections.abc import Callable, Collection, Iterable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
@@ -315,7 +314,7 @@ def check_first(
     drawn = source_loading.draw_held_out(data, seed) if not partial else set[int]()
     places, times, validation = list[str](), list[Any](), list[Any]()
     for source, key, rows, _ in first:
-        name, documents = source_loading.title(source), len(audit.lengths)
+        name, before = source_loading.title(source), source_weights.start(audit)
         sides = {True: list[Any](), False: list[Any]()}
         for row in rows:
             held_out = key == "data.validation" or source_loading.is_held_out(row, data, drawn, seed)
@@ -323,7 +322,7 @@ def check_first(
         validation += audited(sides[True], data, held, name)
         for example, encoded in audited(sides[False], data, audit, name):
             places += [example.where] * len(encoded)
-        times.append(_times(source.weight, audit.digests[documents:], seed))
+        times.append(source_weights.count(audit, source, name, before, seed))
     audit.finish(places.__getitem__, held)
     held.finish([example.where for example, encoded in validation for _ in encoded].__getitem__)
     is_all_validation = ("data.name" if data.validation is None else "data.validation") not in partial
@@ -336,6 +335,7 @@ def check_first(
         audit.check_rows(data)
         return First(audit, held, is_all_validation, None)
     audit.check(data, held.report.kept)
+    source_weights.check(audit.report)
     number = None if data.streaming else len(sequences(data, audit, times).counts)
     return First(audit, held, is_all_validation, number)
 
@@ -473,18 +473,17 @@ def _build(
     times = []  # how often each document is used per epoch
     with contextlib.closing(documents):
         for source in source_loading.sources(data):
-            first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
-            name = source_loading.title(source)
+            name, before = source_loading.title(source), source_weights.start(audit)
             for example, found in audited(
                 source_loading.training(data, source, drawn, seed), data, audit, name
             ):
                 for document in found:
                     documents.add(document, example.where)
-            times.append(_times(source.weight, audit.digests[first:], seed))
-            shares = {"rows": audit.report.rows - rows, "tokens": audit.report.tokens - tokens}
-            audit.report.mix[name] = {"weight": source.weight, **shares}
+            times.append(source_weights.count(audit, source, name, before, seed))
     report = audit.finish(documents.place, held)
     audit.check(data, held.report.kept)
+    source_weights.check(report)
+    report.notes += source_weights.notes(report)
     rows = report.rows - report.counts.get("unreadable", 0)
     report.notes += source_loading.note_on_share(data, rows + held.report.rows, held.report.rows)
     order, counts, fill = sequences(data, audit, times)
@@ -494,18 +493,6 @@ def _build(
     documents.remove()
     report.seconds = time.perf_counter() - started
     return {"train": report.as_json(), "validation": held.finish(held_places.__getitem__).as_json()}
-
-
-def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
-    """Return how often each document of a source is used.
-
-    Each document is used as often as the integer part of the weight. A hash selects the documents that are
-    used once more for the fractional part.
-    """
-    mixed = np.frombuffer(digests, dtype=np.uint64) ^ np.uint64(seed)
-    lots = mixed * np.uint64(0x9E3779B97F4A7C15)
-    once_more = lots / 2.0**64 < weight % 1
-    return int(weight) + once_more.astype(np.int64)
 
 
 def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], content: list[Any]) -> str:

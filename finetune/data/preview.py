@@ -298,7 +298,10 @@ def mix(report: Report) -> list[tuple[str, float, dict[str, float]]]:
 
     The list is empty for a single source.
     """
-    used = {name: source["tokens"] * source["weight"] for name, source in report.mix.items()}
+    used = {  # a report of format 1 does not have the number
+        name: source.get("used_tokens", source["tokens"] * source["weight"])
+        for name, source in report.mix.items()
+    }
     total = sum(used.values()) or 1
     return [(name, used[name] / total, report.mix[name]) for name in used] if len(used) > 1 else []
 

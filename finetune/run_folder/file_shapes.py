@@ -142,6 +142,8 @@ class Mix(Shape):
     """Number of examples."""
     tokens: Count
     """Number of tokens."""
+    used_tokens: Count | None = None
+    """Number of tokens in an epoch, each as often as it is used. Older runs do not have it."""
 
 
 class Packing(Shape):
