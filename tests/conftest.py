@@ -192,12 +192,6 @@ def the_only_launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def no_list_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each evaluation lm-eval asks pip for all packages, for more than a second (loggers/utils.py)."""
-    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
-
-
-@pytest.fixture
 def task_files(tmp_path: Path) -> list[str]:
     """One task file of each kind."""
     return small_tasks.one_of_each(tmp_path)

@@ -120,7 +120,7 @@ def _not_loaded(title: str, key: str, error: Exception) -> UserError:
 
 def check_name(name: str, key: str = "data.name", where: str = "") -> None:
     """Raise a UserError for names of readers in `datasets`, addresses and storage buckets (exit 2)."""
-    if name in _packaged_readers():  # `datasets` would read the files of the working directory
+    if name in packaged_readers():  # `datasets` would read the files of the working directory
         raise UserError(
             Problem(
                 f"{name} is a reader of `datasets`, not a dataset",
@@ -147,7 +147,7 @@ def check_name(name: str, key: str = "data.name", where: str = "") -> None:
 
 
 @cache
-def _packaged_readers() -> frozenset[str]:
+def packaged_readers() -> frozenset[str]:
     """Return the names of the readers in `datasets` without importing it."""
     spec = find_spec("datasets")
     places = (spec.submodule_search_locations if spec else None) or ()

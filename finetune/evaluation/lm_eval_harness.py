@@ -7,6 +7,7 @@ import copy
 import io
 import logging
 import math
+import random
 import re
 import statistics
 import sys
@@ -15,6 +16,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
@@ -25,7 +27,7 @@ from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.core import packages, standard_streams, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line, raise_if_any
 from finetune.data.template_sandbox import ChatTemplate, render
-from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
+from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, task_guard, tasks
 from finetune.models import model_files, token_limits
 from finetune.recipe import recipe_errors
 
@@ -87,21 +89,10 @@ def check(settings: Eval, requested: Model | None = None) -> dict[str, Iterable[
         from lm_eval.tasks import TaskManager
 
         known = any(isinstance(spec, str) for spec in theirs)
-        with heard():
+        with heard(), task_guard.guarded():
             loaded = _loaded(TaskManager(include_defaults=known), theirs)
         for name, task in loaded.items():
-            if getattr(task, "UNSAFE_CODE", False):
-                raise UserError(
-                    Problem(
-                        f"the task `{name}` is not allowed",
-                        "eval.tasks",
-                        fix=(
-                            "remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox"
-                        ),
-                        why="it runs code that the model writes",
-                        code="eval-task",
-                    )
-                )
+            raise_if_any(filter(None, [task_guard.check_code(name, task)]))
             counts[name] = len(task.eval_docs)
             metrics[name] = metric_names(task)
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
@@ -135,7 +126,7 @@ def texts(
     from lm_eval.tasks import TaskManager
 
     specs, found = list(map(_theirs, settings.tasks)), []
-    with heard():
+    with heard(), task_guard.guarded():
         loaded = _loaded(TaskManager(include_defaults=any(isinstance(spec, str) for spec in specs)), specs)
         for name, task in loaded.items():
             try:
@@ -148,21 +139,28 @@ def texts(
 
 
 def _build_requests(task: Task, settings: Eval, tokenizer: PreTrainedTokenizerBase, date: str | None) -> None:
-    """Build the requests of a task, as `lm_eval.simple_evaluate` does before it calls a model."""
+    """Build the requests of a task, as `lm_eval.evaluate` does before it calls a model."""
     from lm_eval.evaluator_utils import get_sample_size
 
     def render(turns: list[Any], add_generation_prompt: bool = True) -> str:
         return chat_text(tokenizer, turns, {}, goes_on=not add_generation_prompt, date=date)
 
-    own, chat = task.get_config("num_fewshot"), settings.apply_chat_template
-    shots = own if own == 0 or settings.num_fewshot is None else settings.num_fewshot
-    task.set_config(key="num_fewshot", value=shots or 0)
-    task.set_fewshot_seed(seed=SEED)
+    _set_fewshot(task, settings)
+    chat = settings.apply_chat_template
     task.build_all_requests(
         limit=get_sample_size(task, settings.limit),
         apply_chat_template=chat,
         chat_template=render if chat else None,
+        fewshot_as_multiturn=True,
     )
+
+
+def _set_fewshot(task: Task, settings: Eval) -> None:
+    """Set the few-shot examples of a task, as `lm_eval.simple_evaluate` does. A task with 0 keeps it."""
+    own = task.get_config("num_fewshot")
+    shots = own if own == 0 or settings.num_fewshot is None else settings.num_fewshot
+    task.set_config(key="num_fewshot", value=shots or 0)
+    task.set_fewshot_seed(seed=SEED)
 
 
 def _failure(error: Exception, tasks: str) -> UserError:
@@ -335,35 +333,36 @@ def _evaluate(
     from lm_eval.tasks import TaskManager
 
     model, tokenizer, settings, date = subject
-    simple_evaluate: Any = lm_eval.simple_evaluate  # the decorator hides the type
+    # `simple_evaluate` also runs git in the working directory, whose .git can name programs
+    evaluate: Any = lm_eval.evaluate  # the decorator hides the type
 
     own = all(isinstance(spec, dict) for spec in specs)
     if settings.engine == "hf" and scoring.reads_padding(model):
         batch_size = 1  # lm-eval pads prompts on the left
-    with heard():
+    with heard(), contextlib.nullcontext() if own else task_guard.guarded():
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size, date)
         engine.add_bos_token = False if texts.chat or texts.bos_before else None
-        random = SEED if seeded else None
         with contextlib.ExitStack() as stack:
             if settings.engine == "hf":
                 stack.enter_context(scoring.inference(model))
                 stack.enter_context(scoring.generating_with(model, _generation_config(model, texts)))
             try:
-                found = simple_evaluate(
+                if seeded:
+                    _seed()
+                # Listing lm-eval's 14,000 tasks takes 6 s
+                loaded = TaskManager(include_defaults=not own).load(specs)
+                for task in loaded["tasks"].values():
+                    _set_fewshot(task, settings)
+                found = evaluate(
                     engine,
-                    tasks=specs,
-                    # Listing lm-eval's 14,000 tasks takes 6 s
-                    task_manager=TaskManager(include_defaults=not own),
-                    num_fewshot=settings.num_fewshot,
+                    task_dict=loaded,
                     limit=settings.limit,
                     apply_chat_template=texts.chat,
+                    fewshot_as_multiturn=True,
+                    log_samples=True,
                     # Bootstrapping would fork one process per core while the GPU is in use; `_stderr`
                     # replaces it
                     bootstrap_iters=0,
-                    random_seed=0 if seeded else None,
-                    numpy_random_seed=random,
-                    torch_random_seed=random,
-                    fewshot_random_seed=SEED,
                 )
             except REFUSALS as error:
                 # A perplexity that overflows, or `max_gen_toks` beyond the context, can end any task. Other
@@ -378,6 +377,13 @@ def _evaluate(
     if PartialState().num_processes > 1:
         broadcast_object_list(box)
     return box[0] or {}
+
+
+def _seed() -> None:
+    """Set the seeds of `lm_eval.simple_evaluate`."""
+    random.seed(0)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
 
 
 def language_model(

@@ -272,11 +272,10 @@ def _command_words(text: str, where: str) -> list[str]:
 def _after_program(words: list[str]) -> list[str]:
     """Return the words after `trl` or its script in one command of a shell, or an empty list without them."""
     for place, word in enumerate(words):
-        launch = _of_launcher(words[:place])
         if word.endswith(".py") and Path(word).stem in SCRIPTS:
-            return [Path(word).stem, *words[place + 1 :], *launch]
+            return [Path(word).stem, *words[place + 1 :], *_of_launcher(words[:place])]
         if Path(word).name == "trl" and words[place + 1 :]:
-            return [*words[place + 1 :], *launch]
+            return [*words[place + 1 :], *_of_launcher(words[:place])]
     return []
 
 

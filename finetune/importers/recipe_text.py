@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from finetune.core.privacy import masked, names_a_secret, secrets
+from finetune.core.privacy import masked, secrets
 from finetune.core.visible_text import visible
 from finetune.importers.translation import DIFFERS, KINDS, NOT_SUPPORTED, Entry, Translation
 
@@ -45,7 +45,7 @@ def summary(state: Translation) -> list[str]:
 
 
 def _said(entry: Entry, known: list[str]) -> str:
-    value = "****" if names_a_secret(f"{entry.key}:") else _line(entry.value, known)
+    value = _line(entry.value, known)
     short = value if len(value) <= LONGEST else f"{value[:LONGEST]}..."
     return f"{_line(entry.key, known)}: {short} -> {_line(entry.text, known)}"
 

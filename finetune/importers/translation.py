@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from finetune.core import strict_yaml
 from finetune.core.formatting import as_yaml
+from finetune.core.privacy import names_a_secret
 
 TRANSLATED = "translated"
 SAME = "same as finetune's default"
@@ -100,7 +101,7 @@ class Translation:
         self.size += len(key) + len(text)
         if self.size > strict_yaml.MAX_BYTES:
             raise TooLarge
-        self.entries.append(Entry(kind, key, value, text))
+        self.entries.append(Entry(kind, key, _without_secrets(key, value), text))
 
     def move(self, key: str, target: str) -> None:
         """Set a finetune key to the value of a key of the tool."""
@@ -162,3 +163,12 @@ class Translation:
         for key, value in self.given.items():
             if key not in recorded and not value:
                 self.record(SAME, key, value, "it is not set" if value is None else "it is off")
+
+
+def _without_secrets(key: str, value: Any) -> Any:
+    """Return the value of a key for people, with `****` in place of passwords and tokens."""
+    if value is not None and names_a_secret(f"{key}:"):
+        return "****"
+    if isinstance(value, dict):
+        return {name: _without_secrets(str(name), one) for name, one in value.items()}
+    return [_without_secrets("", one) for one in value] if isinstance(value, list) else value

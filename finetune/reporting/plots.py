@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from finetune.core.visible_text import visible_lines
+from finetune.reporting.matplotlib_settings import defaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Bar(NamedTuple):
     errors: Sequence[float]
 
 
+@defaults()
 def curves(
     lines: Sequence[Curve],
     ylabel: str,
@@ -116,6 +118,7 @@ def curves(
     return _svg(figure, alt or f"{ylabel} over {xlabel}")
 
 
+@defaults()
 def scatter(
     points: Sequence[Point | tuple[str, float, Any, float, Any]],
     xlabel: str,
@@ -149,6 +152,7 @@ def scatter(
     return _svg(figure, f"{ylabel} against {xlabel}")
 
 
+@defaults()
 def dots(
     x: Sequence[float | str],
     y: Sequence[float],
@@ -190,6 +194,7 @@ def _short(word: str) -> str:
     return word if len(word) <= 14 else word[:12] + ".."
 
 
+@defaults()
 def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str) -> str:
     """Draw horizontal bars: one row for each label from the top, with one bar for each series."""
     figure, axes = _axes(xlabel, "")
@@ -340,13 +345,13 @@ def _error(error: Any) -> Any:
 
 def _svg(figure: Figure, alt: str) -> str:
     """Return the figure as an <svg> element with its own colors."""
-    import matplotlib
+    from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     file = io.BytesIO()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "same numbers, same text"}
     settings |= {"font.family": ["sans-serif"], "font.sans-serif": ["DejaVu Sans"]}
-    with matplotlib.rc_context(settings):
+    with rc_context(settings):
         # The default metadata contains the time and a URL
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(file, metadata=nothing)

@@ -402,7 +402,7 @@ def _is_own_link(entry: Path) -> bool:
     snapshot, recipe = entry.resolve(), "recipe.resolved.yaml"
     if entry.name not in ("adapter", "model") or snapshot.parent.name != "snapshots":
         return False
-    if snapshot.parents[2] != Path(HF_HUB_CACHE).resolve():
+    if snapshot.parents[1].parent != Path(HF_HUB_CACHE).resolve():
         return False
     try:
         return (snapshot / recipe).read_bytes() == safe_files.read_bytes(entry.parent, recipe)

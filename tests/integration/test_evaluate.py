@@ -25,8 +25,6 @@ from support.paths import DATA, MODEL, ROOT
 from support.runs import metrics, run_checks
 from support.small_tasks import CHOICE, QUESTIONS, write_task
 
-pytestmark = pytest.mark.usefixtures("no_list_of_packages")
-
 
 def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp_path, capsys) -> None:
     from peft import LoraConfig, get_peft_model

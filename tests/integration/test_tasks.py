@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ from finetune.recipe.schema import Data, Eval, Model
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
 
-pytestmark = pytest.mark.usefixtures("no_list_of_packages")
+
+@pytest.fixture(autouse=True)
+def no_list_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here lm-eval itself evaluates too, and then asks pip for all packages, which takes a second."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+
 
 KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
 
@@ -452,9 +458,18 @@ def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkey
     def fails(*_: Any, **__: Any) -> None:
         math.exp(1000)
 
-    monkeypatch.setattr("lm_eval.simple_evaluate", fails)
+    monkeypatch.setattr("lm_eval.evaluate", fails)
     with pytest.raises(UserError, match="math range error"):
         lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
+
+
+def test_evaluation_starts_no_program(engine, tmp_path, monkeypatch) -> None:
+    """Git would run programs that a `.git` of the working directory names."""
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **_: started.append(words) or 1 / 0)
+    task = write_task(tmp_path, "own", ANSWERS[:1], f"kind: exact_match\n{ASKED}")
+    found = lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
+    assert found and not started
 
 
 def test_run_reports_a_type_error_as_a_bug_unless_a_task_file_of_lm_eval_can_cause_it(

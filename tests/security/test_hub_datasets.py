@@ -189,4 +189,4 @@ def test_readers_that_are_allowed_are_packaged_in_datasets() -> None:
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     assert set(hub_datasets.READERS) < {*_PACKAGED_DATASETS_MODULES, "cache"}
-    assert hub_datasets._packaged_readers() >= set(_PACKAGED_DATASETS_MODULES)
+    assert hub_datasets.packaged_readers() >= set(_PACKAGED_DATASETS_MODULES)

@@ -190,6 +190,18 @@ def test_commands_on_a_run_folder_with_a_link_change_and_send_nothing_outside(
     assert [(one.name, one.read_text()) for one in outside.iterdir()] == [("victim", "as it was")]
 
 
+@pytest.mark.parametrize("to", ["/snapshots", "/snapshots/a", "/a/snapshots/b", "/proc/self"])
+def test_link_that_looks_like_the_hub_s_cache_is_refused(to: str, trained, capsys) -> None:
+    run = trained()
+    (run.path / "more").mkdir()
+    for folder, name in ((run.path, "model"), (run.path / "more", "adapter"), (run.path / "more", "model")):
+        (folder / name).symlink_to(to)
+        for words in (["publish", "--dry-run"], ["evaluate"], ["merge"]):
+            assert main.main([words[0], str(run.path), *words[1:]]) == 2
+            assert "leads out of its folder" in capsys.readouterr().err
+        (folder / name).unlink()
+
+
 @pytest.mark.parametrize(
     "name", ["quickstart.yaml", "examples", "examples/tiny_llama", "examples/tiny_llama/data"]
 )

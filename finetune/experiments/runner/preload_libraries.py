@@ -6,8 +6,11 @@ from finetune.core.console import quieten_libraries
 
 quieten_libraries()
 
-import matplotlib.backends.backend_svg  # noqa: E402 (for the forked processes)
-import matplotlib.figure  # noqa: E402, F401 (before any fork)
+from finetune.reporting import matplotlib_settings  # noqa: E402 (for the forked processes)
+
+matplotlib_settings.load()
+
+import matplotlib.backends.backend_svg  # noqa: E402, F401 (before any fork)
 
 from finetune.export import model_card, publishing  # noqa: E402, F401 (before any fork)
 from finetune.planning import planner  # noqa: E402, F401 (before any fork)

@@ -60,7 +60,10 @@ def test_command_names_the_part_that_it_uses(tmp_path, capsys) -> None:
 def test_weight_that_leaves_nothing_of_a_source_is_refused(rows: int, tmp_path) -> None:
     refused = recipe(tmp_path, 1e-9, rows)
     tokenizer = load_tokenizer(refused.model)
-    for command in (lambda: checker.check(refused), lambda: preparation.prepare(refused.data, tokenizer, 7, None)):
+    for command in (
+        lambda: checker.check(refused),
+        lambda: preparation.prepare(refused.data, tokenizer, 7, None),
+    ):
         with pytest.raises(UserError, match="no example of it is used"):
             command()
 

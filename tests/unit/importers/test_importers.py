@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +415,28 @@ def test_command_writes_a_recipe_that_passes_check(tmp_path, capsys) -> None:
     assert main.main(["check", str(recipe)]) == 0, capsys.readouterr().err
     assert main.main(words) == 2 and "exists" in capsys.readouterr().err
     assert main.main(["import", str(tmp_path / "absent.yaml"), "--output", f"{recipe}2"]) == 2
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("mode", [[], ["--json"], ["--quiet"]])
+def test_secrets_of_a_config_are_on_no_screen(nested: bool, mode: list[str], tmp_path, capsys) -> None:
+    secrets = {"swanlab_api_key": "Qm7xK2pLw9RtYz4vNb", "hub_token": "my-password", "db_password": "horse"}
+    config = {"base_model": "a/b", "datasets": [{"path": "x/y", "type": "alpaca"}]}
+    config |= {"logging": [{"more": secrets}]} if nested else secrets
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    output = tmp_path / "recipe.yaml"
+    assert main.main(["import", str(tmp_path / "c.yaml"), "--output", str(output), *mode]) == 0
+    text = "".join(capsys.readouterr()) + output.read_text()
+    assert not [value for value in secrets.values() if value in text]
+    assert all(name in text for name in secrets)
+
+
+def test_long_line_of_a_script_is_read_at_once(tmp_path) -> None:
+    words = " ".join(["accelerate launch", *(["-x"] * 30_000), "scripts/sft.py --model_name_or_path a/b"])
+    (tmp_path / "run.sh").write_text(f"{words} --dataset_name x/y\n")
+    started = time.process_time()
+    assert reading.import_recipe(str(tmp_path / "run.sh")).recipe["model.name"] == "a/b"
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -1,0 +1,94 @@
+"""Let lm-eval's own tasks run no script and read no folder of the working directory.
+
+The code of these tasks calls `evaluate.load(NAME)`, which runs a script of the working directory or of the
+Hub. It calls `datasets.load_dataset(NAME)`, which reads a folder of the working directory in place of the
+dataset on the Hub. Some tasks run code that the model writes, and not all of them say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+from finetune.core.errors import Problem, UserError
+from finetune.data import hub_datasets
+
+# Tasks that run the model's text with `exec`, `eval` or a shell, in lm-eval 0.4.13 (cruxeval/utils.py,
+# longproc/metrics.py, noreval/ask_gec/errant.py). Some of them lack `unsafe_code: true`.
+RUN_CODE = re.compile("cruxeval_.*|longproc_countdown_.*|ask_gec_.*")
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Load and run lm-eval's tasks without scripts and without folders of the working directory.
+
+    The code of the tasks calls these functions directly, so both are replaced within the context.
+
+    Raises:
+        UserError: a task needs a script, or the working directory has a folder with the name of a dataset
+            (exit 2).
+    """
+    import datasets
+
+    scripts: Any = ModuleType("evaluate")
+    scripts.__spec__, scripts.load = ModuleSpec("evaluate", None), _refuse_script
+    load, evaluate = datasets.load_dataset, sys.modules.get("evaluate")
+    sys.modules["evaluate"], datasets.load_dataset = scripts, partial(_from_hub, load)
+    try:
+        yield
+    finally:
+        datasets.load_dataset = load
+        del sys.modules["evaluate"]
+        if evaluate:
+            sys.modules["evaluate"] = evaluate
+
+
+def check_code(name: str, task: Any) -> Problem | None:
+    """Return a problem for a loaded task that runs code which the model writes."""
+    if not (getattr(task, "UNSAFE_CODE", False) or RUN_CODE.fullmatch(name)):
+        return None
+    return Problem(
+        f"the task `{name}` is not allowed",
+        "eval.tasks",
+        fix="remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox",
+        why="it runs code that the model writes",
+        code="eval-task",
+    )
+
+
+def _from_hub(load: Callable[..., Any], path: str, *arguments: Any, **options: Any) -> Any:
+    """Call `datasets.load_dataset`, unless it would read a folder of the working directory."""
+    is_reader = path in hub_datasets.packaged_readers()
+    if os.path.lexists(path) and not os.path.isabs(path) and not is_reader:
+        raise UserError(
+            Problem(
+                "the working directory has a folder with the name of a task's dataset",
+                "eval.tasks",
+                where=os.path.abspath(path),
+                found=path,
+                fix="run the command in another folder, or rename this one",
+                why="`datasets` would read this folder in place of the dataset on the Hub",
+                code="eval-task",
+            )
+        )
+    return load(path, *arguments, **options)
+
+
+def _refuse_script(path: str = "", *_: Any, **__: Any) -> NoReturn:
+    """Refuse what `evaluate.load` would run. lm-eval itself continues if it looks for an unknown metric."""
+    raise UserError(
+        Problem(
+            f"a task needs the metric script `{path}` of the package evaluate",
+            "eval.tasks",
+            fix="remove the task, or run it with `lm_eval` in a sandbox",
+            why="evaluate downloads such scripts and runs them, and finetune runs no code of a repository",
+            code="eval-task",
+        )
+    )

@@ -1,0 +1,107 @@
+"""lm-eval's own tasks, by name: no script runs, and no folder of the working directory is read."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import datasets
+import lm_eval
+import pytest
+
+from finetune.core.errors import UserError
+from finetune.evaluation import lm_eval_harness, task_guard
+from finetune.recipe.schema import Eval
+
+TASKS = Path(lm_eval.__file__).parent / "tasks"
+PLAIN, PROGRAMS = {"exec", "eval", "Popen"}, "system|popen|Popen|check_output|run|call|exec.*"
+SCRIPT = "open('PWNED', 'w')\nclass M: pass\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["baber/piqa", "race"])
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_name_of_a_dataset_is_no_folder_of_the_working_directory(name: str, kind: str, here: Path) -> None:
+    (here / name).parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        (here / name).mkdir()
+        (here / name / "test.jsonl").write_text('{"goal": "g"}\n')
+    elif kind == "file":
+        (here / name).write_text("")
+    else:
+        (here / name).symlink_to(here)
+    load = datasets.load_dataset
+    with task_guard.guarded(), pytest.raises(UserError, match="name of a task's dataset"):
+        datasets.load_dataset(name)
+    assert datasets.load_dataset is load
+
+
+def test_readers_of_datasets_still_read(here: Path) -> None:
+    (here / "json").mkdir()
+    (here / "a.jsonl").write_text('{"goal": "g"}\n')
+    with task_guard.guarded():
+        rows = datasets.load_dataset("json", data_files=str(here / "a.jsonl"), split="train")
+    assert rows[0] == {"goal": "g"}
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_script_of_evaluate_does_not_run(imported: bool, here: Path, monkeypatch) -> None:
+    (here / "rouge").mkdir()
+    (here / "rouge" / "rouge.py").write_text(SCRIPT)
+    before = type(sys)("evaluate")
+    monkeypatch.setitem(sys.modules, "evaluate", before) if imported else sys.modules.pop("evaluate", None)
+    from lm_eval.api import registry
+
+    with task_guard.guarded():
+        import evaluate
+
+        with pytest.raises(UserError, match="metric script `rouge`"):
+            evaluate.load("rouge")
+        assert registry.get_metric("rouge") is None
+    assert sys.modules.get("evaluate") is (before if imported else None)
+    assert not (here / "PWNED").exists()
+
+
+def test_command_refuses_a_task_that_needs_a_script(here: Path) -> None:
+    """The code of `humaneval` loads the script when lm-eval imports it."""
+    (here / "code_eval").mkdir()
+    (here / "code_eval" / "code_eval.py").write_text(SCRIPT)
+    with pytest.raises(UserError, match="metric script `code_eval`"):
+        lm_eval_harness.check(Eval(tasks=["humaneval"]))
+    assert not (here / "PWNED").exists()
+
+
+def test_each_task_that_runs_code_is_known() -> None:
+    """A new version of lm-eval may bring more: read their code, and add them to RUN_CODE."""
+    found = {path for path in TASKS.rglob("*.py") if runs_code(path.read_text(encoding="utf-8"))}
+    assert {str(path.relative_to(TASKS)) for path in found} == {
+        "cruxeval/utils.py",
+        "longproc/metrics.py",
+        "noreval/ask_gec/errant.py",
+    }
+    names = {name for folder in {path.parent for path in found} for name in stated(folder)}
+    safe = re.compile("longproc(_(travel_planning|tom_tracking|path_traversal|html_to_tsv).*)?")
+    left = {name for name in names if not task_guard.RUN_CODE.fullmatch(name) and not safe.fullmatch(name)}
+    assert left == {"longproc_pseudo_to_code_0.5k", "longproc_pseudo_to_code_2k"}  # `unsafe_code: true`
+
+
+def runs_code(source: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in their docstrings
+        tree = ast.parse(source)
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return bool(calls & PLAIN) or any(re.fullmatch(f"(os|subprocess)\\.({PROGRAMS})", name) for name in calls)
+
+
+def stated(folder: Path) -> set[str]:
+    """The names of tasks in the files of a folder."""
+    lines = (line for path in folder.glob("*.yaml") for line in path.read_text().splitlines())
+    return {line.partition(":")[2].strip() for line in lines if re.match(r"task: *\w", line)}
