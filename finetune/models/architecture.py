@@ -194,6 +194,8 @@ def as_config(raw: dict[str, Any]) -> Any:
     values: dict[str, Any] = {"tie_word_embeddings": unknown, **_defaults(family), **raw}
     for name, other in _other_names(family).items():
         values[name] = values[other] = raw.get(other, raw.get(name, values.get(other, values.get(name))))
+    if values.get("num_hidden_layers") is None:
+        values["num_hidden_layers"] = _count_layers(values)
     config = SimpleNamespace(**{**values, "model_type": family})
     inner = raw.get("text_config")
     text = as_config(inner) if isinstance(inner, dict) else config
@@ -203,6 +205,15 @@ def as_config(raw: dict[str, Any]) -> Any:
         config.tie_word_embeddings = config.tie_word_embeddings or text.tie_word_embeddings
     text.tie_word_embeddings = config.tie_word_embeddings
     return config
+
+
+def _count_layers(values: dict[str, Any]) -> int | None:
+    """Return the number of layers of a config that does not state it, or `None`."""
+    kinds, blocks = values.get("layer_types") or values.get("layers_block_type"), values.get("num_layers")
+    if isinstance(kinds, list):
+        return len(kinds)
+    is_longcat = values.get("model_type") == "longcat_flash"  # each of its blocks has two layers
+    return 2 * blocks if is_longcat and isinstance(blocks, int) else None
 
 
 def _asks_text_config(family: str) -> bool:

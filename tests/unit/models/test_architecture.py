@@ -12,6 +12,7 @@ from finetune.autoconfig import memory_estimate
 from finetune.core.errors import Exit, UserError
 from finetune.models import architecture, model_class
 from finetune.recipe.schema import Model
+from support.architectures import CONFIGS, MULTIMODAL, config_of
 from support.plans import LLAMA_8B, planned
 
 SMALL: dict[str, Any] = {
@@ -161,3 +162,13 @@ def test_adapters_that_are_not_counted_are_taken_for_what_is_said(large) -> None
     vera = planned(large, "adapter.type=vera", "adapter.r=256")
     assert vera.trained == planned(large, "adapter.r=16").trained
     assert "the plan does not know the size of vera, and assumes LoRA with r 16" in vera.notes
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *MULTIMODAL])
+def test_sizes_of_a_saved_config_are_those_of_transformers(family: str, tmp_path) -> None:
+    """A family may save other keys than it has: Nemotron-H saves no number of layers."""
+    theirs = config_of(family)
+    theirs.save_pretrained(tmp_path)
+    ours = architecture.config_in(tmp_path / "config.json").get_text_config()
+    for key in architecture.NEEDED:
+        assert getattr(ours, key, None) == getattr(theirs.get_text_config(), key, None), key
