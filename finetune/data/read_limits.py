@@ -158,6 +158,7 @@ class ArchiveStream(io.RawIOBase):
         opened = next((make for magic, make in _DECOMPRESS if start.startswith(magic)), None)
         self.content = opened(file) if opened else file
         self.path, self.limits, self.position = path, limits, 0
+        self.last = b""  # what `read` returned last
         self.most = limits.expanded(path) if opened else path.stat().st_size
         super().__init__()
 
@@ -178,10 +179,17 @@ class ArchiveStream(io.RawIOBase):
             pass
         return self.position
 
+    def rest(self) -> bytes:
+        """Read to the end, which compares the checksum of a compressed file. Return the first bytes but 0."""
+        found = b""
+        while block := self.read(min(_BLOCK, self.limits.example)):
+            found = found or block.strip(b"\0")
+        return found
+
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= self.limits.example:
             raise too_long(str(self.path), self.limits)
-        found = self.content.read(size)
+        self.last = found = self.content.read(size)
         self.position += len(found)
         if self.position > self.most:
             raise expands(self.path, self.most)

@@ -284,6 +284,7 @@ def _tar(path: Path, limits: Limits) -> Rows:
             for name, group in groupby(_members(archive, path, limits), key=itemgetter(0)):
                 yield _sample(group, f"{path}!{name}", hash(name) in seen)
                 seen.add(hash(name))
+            _check_end(content, path)
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RecursionError) as error:
         raise UserError(
             Problem(
@@ -294,19 +295,23 @@ def _tar(path: Path, limits: Limits) -> Rows:
                 code="data-format",
             )
         ) from error
-    # Tarfile accepts an archive that ends after a header, so check for the final zero block
-    with path.open("rb") as file:
-        plain = file.read(262)[257:] == b"ustar"
-        file.seek(-min(512, path.stat().st_size), 2)
-        if plain and any(file.read()):
-            raise UserError(
-                Problem(
-                    "the tar file is cut off",
-                    where=str(path),
-                    fix="copy or download the file again",
-                    code="data-format",
-                )
-            )
+
+
+def _check_end(content: ArchiveStream, path: Path) -> None:
+    """Refuse an archive without its final zeros. tarfile takes any block that is no header for the end."""
+    header = content.last
+    if header and not any(header) and not content.rest():
+        return
+    is_cut = len(header) < tarfile.BLOCKSIZE
+    raise UserError(
+        Problem(
+            "the tar file is cut off" if is_cut else "the tar file is damaged, or is several files in one",
+            where=str(path),
+            found="" if is_cut else "more content after a block that is not the header of a file",
+            fix="copy or download the file again, or pack its files again",
+            code="data-format",
+        )
+    )
 
 
 MOST_WITHOUT_CONTENT = 10_000  # folders and links in a row, without a file between them

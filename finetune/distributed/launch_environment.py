@@ -48,6 +48,7 @@ _FORMS = (  # names of variables that libraries read, most of a launcher, and th
     (r"ACCELERATE_MIXED_PRECISION", r"|no|fp16|bf16|fp8"),
     (_SWITCHES, r"(?i)y|yes|t|true|on|1|n|no|f|false|off|0"),  # accelerate.utils.str_to_bool
     (r"HF_HUB_(DOWNLOAD|ETAG)_TIMEOUT", r"|\d{1,9}"),
+    (r"SOURCE_DATE_EPOCH", r"-?\d{1,12}"),  # numpy reads it
     (r"PYTHONOPTIMIZE", r"|0|1"),  # 2 removes docstrings, which transformers reads
     (r"HF_DATASETS_IN_MEMORY_MAX_SIZE", r"\d{1,15}(\.\d{1,9})?"),
     (r"ACCELERATE_LOG_LEVEL", r"(?i)notset|debug|info|warn|warning|error|critical|fatal"),
@@ -97,7 +98,7 @@ def check_variables() -> None:
         UserError: a variable has another form, such as no number (exit 3).
     """
     empty = [name for name, value in os.environ.items() if not value]
-    for name in [name for name in empty if re.fullmatch(f"{_SWITCHES}|MASTER_ADDR", name)]:
+    for name in [name for name in empty if re.fullmatch(f"{_SWITCHES}|MASTER_ADDR|SOURCE_DATE_EPOCH", name)]:
         del os.environ[name]  # as if it were not set; Accelerate and PEFT would fail
     wrong = {
         name: value

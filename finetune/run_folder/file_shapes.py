@@ -562,6 +562,8 @@ class StudyAttributes(Shape):
     """What `sweep` stores of a study."""
 
     identity: dict[str, str] = {}
+    template_date: str = ""
+    """The date that the chat template of every trial gets."""
     hashed: bool = False
 
 

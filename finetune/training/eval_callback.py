@@ -171,7 +171,8 @@ class Validate(TrainerCallback):
         best = "  best so far" if self.best_step == step else ""
         said = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         self.screen.say(f"step {step}: {said}{best}")
-        self.metrics.append({"step": step, "epoch": epoch, **scores, "eval_seconds": seconds})
+        kept = {"best_step": self.best_step} if self.weights else {}  # whose weights are saved at the end
+        self.metrics.append({"step": step, "epoch": epoch, **scores, "eval_seconds": seconds, **kept})
 
     def restore(self, model: nn.Module, state: TrainerState, checks: RunChecks) -> None:
         """Restore the best weights, and add a run check that counts the evaluations."""

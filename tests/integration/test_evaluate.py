@@ -276,6 +276,7 @@ def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_la
     assert got["steps"] == {**got["steps"], "actual": ran, "expected": "at most 12, with early stopping"}
     assert got["steps"]["passed"]
     assert "stopped at step" in (run.path / "log.txt").read_text()
+    assert lines[-1]["best_step"] == best + 1
     assert [line["step"] for line in metrics(run) if "loss" in line][-1] == best + 4
 
 

@@ -219,6 +219,20 @@ def test_evaluations_are_read_as_they_are_written(tmp_path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("best_steps", "value"), [((None, None, None), 0.25), ((2, 2, 2), 0.5), ((2, 4, 4), 1.0)]
+)
+def test_score_of_a_trial_is_of_the_weights_that_it_saves(best_steps: Any, value: float, tmp_path) -> None:
+    """`eval.load_best_model_at_end: false` saves the last ones, and AdaLoRA none above its budget."""
+    lines = [
+        {"step": 2 * place, "eval_exact_match": score, **({"best_step": best} if best else {})}
+        for place, (score, best) in enumerate(zip((0.5, 1.0, 0.25), best_steps, strict=True), start=1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = list(worker_process.Metrics(tmp_path / "metrics.jsonl", "eval_exact_match").new())
+    assert worker_process.result(tmp_path, "eval_exact_match", found) == value
+
+
 def test_how_a_process_ended_says_what_the_trial_is(tmp_path) -> None:
     log = tmp_path / "log.txt"
     log.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,37 @@ def test_a_resumed_run_and_its_evaluation_keep_the_date_of_its_start(
     assert folder.read("eval.json")["tuned"]["loss"] == loss
     assert main.main([*train, "--resume=auto"]) == 0, "it is finished"
     assert main.main([*train, "--resume=auto", "data.template_date=2020-01-03"]) == 4
+
+
+@pytest.mark.parametrize("command", ["sweep", "compare"])
+def test_runs_of_an_experiment_have_the_date_of_its_first_day(
+    command: str, recipe_file, small, two_layers, tmp_path: Path, monkeypatch
+) -> None:
+    """An experiment may run over midnight, or be resumed on another day."""
+    (tmp_path / "clock.jinja").write_text(CLOCK)
+    text = (
+        "model: {name: '{model}'}\nadapter: {type: lora, r: 4}\neval: {forgetting: false, generate: false}\n"
+    )
+    text += f"data: {{name: '{{data}}', validation_fraction: 0.1, chat_template: '{tmp_path}/clock.jinja'}}\n"
+    text += "train: {max_steps: 2, effective_batch_size: 2, learning_rate: 1e-4}\n"
+    (tmp_path / "space.yaml").write_text("search: {pruner: none}\nspace:\n  adapter.r: {choices: [2, 4]}\n")
+    words = [command, str(recipe_file(text)), small[0], f"model.name={two_layers}", "--quiet"]
+    words += ["--output", str(tmp_path / "all")]
+    more = {
+        "sweep": ["--space", str(tmp_path / "space.yaml"), "--trials"],
+        "compare": ["--adapters", "lora", "--seeds"],
+    }
+    for count, zone in (("1", "Etc/GMT+12"), ("2", "Etc/GMT-14")):  # two days at any time
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert main.main([*words, *more[command], count]) == 0
+    monkeypatch.undo()
+    time.tzset()
+    runs = [RunFolder(path.parent) for path in (tmp_path / "all").glob("*/eval.json")]
+    assert len(runs) == 2
+    assert len({loader.load(run.recipe).data.template_date for run in runs}) == 1
+    ids = {run.read("data_report.json")["validation"]["token_ids"] for run in runs}
+    assert command == "compare" or len(ids) == 1, "seeds hold out other examples"
 
 
 def test_a_checkpoint_of_other_token_ids_is_refused(recipe_file, tmp_path: Path, capsys) -> None:

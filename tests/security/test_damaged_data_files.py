@@ -1,11 +1,17 @@
-"""A changed byte of a parquet or Arrow file: all rows are read, or the file is refused with a message."""
+"""A changed byte of a parquet, Arrow or tar file: all rows are read, or the file is refused."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import tarfile
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import pytest
@@ -13,6 +19,7 @@ from pyarrow import ipc, parquet
 
 from finetune.core.errors import UserError
 from finetune.data import readers
+from finetune.data.examples import BadRow
 from support.paths import ROOT
 from support.soak import soak_except
 
@@ -139,3 +146,56 @@ def test_arrow_file_whose_footer_names_other_batches_is_refused(tmp_path) -> Non
     path.write_bytes(written[:first] + END + written[first + len(END) :])
     with pytest.raises(UserError, match="contains 0 batches, and its footer names 4"):
         list(readers.read_file(path))
+
+
+def packed(count: int = 12) -> bytes:
+    """A tar file of rows."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for number in range(count):
+            content = json.dumps(
+                {"prompt": f"Who is number {number}?", "completion": f"It is {number}."}
+            ).encode()
+            member = tarfile.TarInfo(f"{number:04}.json")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def rows_of(content: bytes, folder: Path) -> list[object] | None:
+    """The rows of an archive, or `None` if it is refused or has unreadable rows."""
+    path = folder / "rows.tar"
+    path.write_bytes(content)
+    try:
+        rows = list(readers.read_file(path))
+    except UserError:
+        return None
+    return None if any(isinstance(row, BadRow) for row in rows) else [row.value for row in rows]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_flipped_bit_of_an_archive_loses_and_changes_no_row(pack: Any, tmp_path) -> None:
+    """A plain archive has checksums of its headers, a compressed one also of its content."""
+    whole, plain = rows_of(packed(), tmp_path), packed()
+    content, random = pack(plain), Random(3)
+    headers = [start for start in range(0, len(plain), 512) if plain[start + 257 :].startswith(b"ustar")]
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(content)
+        is_plain = content == plain
+        place = random.choice(headers) + random.randrange(345) if is_plain else random.randrange(len(content))
+        damaged[place] ^= 1 << random.randrange(8)
+        found = rows_of(bytes(damaged), tmp_path)
+        assert found in (None, whole), place
+        refused += found is None
+    assert refused > 30
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_archive_that_is_cut_or_joined_is_refused(pack: Any, tmp_path) -> None:
+    content = packed()
+    end = len(content.rstrip(b"\0")) // 512 * 512 + 512  # after the last member
+    whole = rows_of(pack(content), tmp_path)
+    assert whole and rows_of(pack(content[: end + 512]), tmp_path) == whole
+    for wrong in (content[:end], content + packed(3), content[:end] + b"more" * 200, content[: end - 512]):
+        assert rows_of(pack(wrong), tmp_path) is None

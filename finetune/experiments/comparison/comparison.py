@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import math
 import statistics
 import time
@@ -179,7 +180,26 @@ def plan(requested: ComparisonRequest, steps: dict[str, int] | None = None) -> l
                 jobs.append(ComparedRun(entrant, seed, recipe, folder, own_identity, files))
     if problems:
         raise UserError(*problems.values(), code=min(codes))
-    return jobs
+    kept = (kept_runs.date_of(job.folder, MARK, job.identity) for job in jobs)
+    return with_date(jobs, next(filter(None, kept), None))
+
+
+def with_date(jobs: list[ComparedRun], date: str | None) -> list[ComparedRun]:
+    """Give the chat template of all runs the same date, because other dates make other examples.
+
+    Args:
+        date: the date of the runs that are kept, or `None` for today.
+    """
+    data = jobs[0].recipe.data
+    date = date or data.template_date or datetime.date.today().isoformat()
+    return [
+        job._replace(
+            recipe=job.recipe.model_copy(
+                update={"data": job.recipe.data.model_copy(update={"template_date": date})}
+            )
+        )
+        for job in jobs
+    ]
 
 
 def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:

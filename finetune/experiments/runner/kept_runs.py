@@ -184,6 +184,13 @@ def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:
     return f"the earlier run {why if finished else 'is not finished'}; finetune moved it to {set_aside(path)}"
 
 
+def date_of(folder: RunFolder, mark: str, own: str) -> str | None:
+    """Return the date that the chat template of a kept run got, or `None`. Arguments as of `clear_place`."""
+    if not (folder.path / mark).exists() or folder.read(mark, "mark")["identity"] != own:
+        return None
+    return run_folder.own_recipe(folder).data.template_date
+
+
 def set_aside(folder: Path) -> Path:
     """Move the folder of a run to `aside/`, and return its new path."""
     name = aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -50,6 +50,8 @@ class Evaluation(NamedTuple):
     """Number of the evaluation within the trial, from 1."""
     step: int
     value: float
+    best_step: int | None = None
+    """The step whose weights would be saved. `None`: those of the last step."""
 
 
 class Ended(NamedTuple):
@@ -88,7 +90,8 @@ class Metrics:
                 self.first = record
             if self.key in record and "loss" not in record:
                 self.count += 1
-                yield Evaluation(self.count, int(record["step"]), float(record[self.key]))
+                step, value = int(record["step"]), float(record[self.key])
+                yield Evaluation(self.count, step, value, record.get("best_step"))
 
 
 class Trial(NamedTuple):
@@ -246,10 +249,13 @@ def end(process: BaseProcess) -> None:
 
 
 def result(folder: Path, key: str, evaluations: list[Evaluation]) -> float:
-    """Return the loss of the saved weights after reloading. For other metrics, return the best evaluation."""
+    """Return the score of the saved weights: the loss after reloading, or another metric as evaluated."""
     if key == "eval_loss":
         return float(RunFolder(folder).read("eval.json")["tuned"]["loss"])
-    return max((one.value for one in evaluations), default=math.nan)
+    if not evaluations:
+        return math.nan
+    saved = evaluations[-1].best_step or evaluations[-1].step
+    return next((one.value for one in evaluations if one.step == saved), math.nan)
 
 
 def killed_for_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int | None:

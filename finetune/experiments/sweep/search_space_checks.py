@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from finetune.core import signals
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
+from finetune.data import preparation
 from finetune.experiments.runner import varied_keys
 from finetune.experiments.runner.varied_keys import text_of
 from finetune.experiments.sweep.search_space import (
@@ -23,7 +24,7 @@ from finetune.experiments.sweep.search_space import (
     own_value,
     parse,
 )
-from finetune.preflight import checker, choice_checks
+from finetune.preflight import checker, choice_checks, token_checks
 from finetune.recipe import adapter_types, build, loader
 from finetune.recipe.schema import Recipe
 from finetune.training import load_data
@@ -58,6 +59,8 @@ class Looked(NamedTuple):
     """Number of training sequences. `None` if the data is streamed."""
     content: str = ""
     """Digest of the training data and validation set. Empty if the data is streamed."""
+    date: str | None = None
+    """The date that the chat template gets today. `None` if it asks for none."""
 
 
 def prepare(requested: SweepRequest) -> tuple[Recipe, Looked]:
@@ -138,7 +141,8 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
     rows, content = rows_of(recipe)
     left = dataclasses.replace(space, parameters=kept)
     silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
-    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows, content)
+    date = preparation.dated(recipe.data, token_checks.load_with_template(recipe)).template_date
+    return Looked(left, notes, device, unsaid(silent) if silent else {}, rows, content, date)
 
 
 def comparable(recipe: Recipe) -> None:

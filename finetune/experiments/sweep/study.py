@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 TRIALS = 20  # the default if neither a number nor a time is given
 BEAT = 10.0  # seconds between two signs of life in the study
+DATE = "template_date"  # of the study's attributes
 HOPELESS = 5  # if this many trials fail and none succeeds, the values are not the cause
 
 
@@ -111,7 +112,7 @@ def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
             accepted = hold(
                 study, requested.folder, search_space.identity(recipe, found.space, found.content)
             )
-            notes = [*accepted, *found.notes]
+            notes = [*accepted, *hold_date(study, found.date), *found.notes]
             screen.say(*[f"note: {note}" for note in notes])
             content = search(job)
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
@@ -209,6 +210,19 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
     study_storage.add_hashes(study, old)
     said = f"trials of an older finetune version: {len(old)}; finetune can't verify their values"
     return [said] if old else []
+
+
+def hold_date(study: Study, today: str | None) -> list[str]:
+    """Give all trials the date of the study's first day, because other dates make other examples.
+
+    Args:
+        today: the date that the chat template would get, or `None` if it asks for none.
+    """
+    if today is None:
+        return []
+    if DATE not in study.user_attrs:
+        study.set_user_attr(DATE, today)
+    return [f"the chat template of every trial gets the date {study.user_attrs[DATE]} (data.template_date)"]
 
 
 def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:
@@ -360,6 +374,8 @@ def words_of(job: Search, values: dict[str, Any], folder: Path) -> tuple[list[st
     recipe = load_recipe(job.asked.path, given)
     every = search_space.every(recipe, job.space.search, job.found.rows)
     mine = [*search_space.IN_TRIALS, f"eval.eval_steps={every}", f"train.output_dir={folder}"]
+    if date := job.study.user_attrs.get(DATE):
+        mine.append(f"data.template_date={date}")
     launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
     return [job.asked.path, *given, *mine, *launched], recipe
 
