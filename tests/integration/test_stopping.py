@@ -39,7 +39,7 @@ from support.runs import metrics
 # A loader's worker that does not leave by itself, as one that waits for more to read
 WAITING = """
 import multiprocessing, os, signal, time
-from finetune.training import stopping
+from finetune.training import loader_workers
 
 def work(begin, ready):
     begin(0)
