@@ -61,9 +61,19 @@ def read_template(name: str) -> str:
     """Return a bundled template or the content of a file.
 
     Raises:
-        UserError: the name is neither a bundled template nor a file (exit 2).
+        UserError: the name is neither a bundled template nor a file, or it is both (exit 2).
     """
-    path = Path(name)
+    path, known = Path(name), bundled()
+    if path.is_file() and name in known:
+        raise UserError(
+            Problem(
+                "the name means a bundled template and a file",
+                KEY,
+                found=name,
+                fix=f"name the file ./{name}, or rename it for the bundled template",
+                code="chat-template",
+            )
+        )
     if path.is_file():
         try:
             text = regular_files.read_text(path, "data.chat_template", "utf-8-sig")
@@ -89,7 +99,6 @@ def read_template(name: str) -> str:
                 )
             )
         return text
-    known = bundled()
     if name not in known:
         near = nearest(name, known)
         raise UserError(

@@ -89,6 +89,7 @@ def run(
         notes += training_examples.notes(folder, recipe, [row.example for row in rows])
     notes += text_limits.check_model(recipe, tokenizer, tuned)
     texts = text_limits.predicted(texts, tokenizer)
+    collectives.agree(results.content_hashes(rows, texts, recipe.eval))
     notes += reopen.notes(recipe, tokenizer)
 
     def say(what: str) -> None:
@@ -126,7 +127,7 @@ def run(
     name = (
         results.OTHER if apart or validation_set.overridden(recipe) else "eval.json"
     )  # eval.json keeps the run's own result
-    result["tasks"] = {**results.earlier_tasks(folder, name, result), **result["tasks"]}
+    results.keep_earlier_tasks(folder, name, result)
     result["verdict"] = verdicts.verdict(result)
     if PartialState().is_main_process:
         folder.write(name, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from finetune.evaluation.scoring import Score
 from finetune.hub import client
 from finetune.models import base_identity
 from finetune.recipe.schema import Eval, Recipe
-from finetune.run_folder import comparability
+from finetune.run_folder import comparability, run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 WORST = 20
@@ -234,6 +235,14 @@ def files_hashed(settings: Eval) -> dict[str, str]:
     return found
 
 
+def content_hashes(rows: list[HeldOut], texts: list[str], settings: Eval) -> dict[str, str]:
+    """Return a hash of everything that an evaluation reads, by name. All processes must read the same."""
+    examples = hashlib.sha256(str([row.example.digest() for row in rows]).encode()).hexdigest()
+    general = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    named = {f"eval.tasks {name}": digest for name, digest in files_hashed(settings).items()}
+    return {"validation examples": examples, "general texts": general, **named}
+
+
 def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """Return why this result is not about the run's own weights.
 
@@ -241,15 +250,19 @@ def differences_from_run(folder: RunFolder, recipe: Recipe, result: dict[str, An
     overrides name another base model, which its validation loss shows.
     """
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
+    found = base_identity.notes(recipe.model, folder)
     if was := comparability.other_storage(folder, recipe, now):
-        stored = f"this evaluation stores the base model in {now}, but {was}"
-        return [stored, *base_identity.notes(recipe.model, folder)]
-    overrides_model = any(who == "override" and key.startswith("model.") for key, who in origin.items())
-    if not overrides_model:
-        return base_identity.notes(recipe.model, folder)
+        return [f"this evaluation stores the base model in {now}, but {was}", *found]
+    if origin.get("speed.qat") == "override" and run_folder.own_recipe(folder).speed.qat != recipe.speed.qat:
+        return ["this evaluation rounds the weights by another `speed.qat` than the run", *found]
+    is_changed = any(note.startswith(base_identity.CHANGED) for note in found)
+    is_other = any(who == "override" and key.startswith("model.") for key, who in origin.items())
+    if is_changed or not is_other or validation_set.overridden(recipe):
+        return found
     earlier = folder.found("eval.json")
-    if validation_set.overridden(recipe) or _same_base(earlier, result) is not False:
-        return []
+    same = _same_base(earlier, result)
+    if same is not False:  # the loss shows that a model of another name is the same
+        return [] if same else found
     losses = [one["base"]["loss"] for one in (result, earlier)]
     text = "this is not the base model of the run: the validation loss is {:.4f} in place of {:.4f}"
     return [text.format(*losses)]
@@ -265,13 +278,25 @@ def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:
     return None if None in losses or rows[0] != rows[1] else comparability.near(*losses)
 
 
-def earlier_tasks(folder: RunFolder, name: str, now: dict[str, Any]) -> dict[str, Any]:
+def keep_earlier_tasks(folder: RunFolder, name: str, now: dict[str, Any]) -> None:
+    """Add the tasks of an earlier evaluation that were not repeated now, with the hashes of their files."""
+    earlier = folder.found(name)
+    kept = _earlier_tasks(earlier, now, strict=name == OTHER)
+    now["tasks"] = {**kept, **now["tasks"]}
+    hashes = earlier.get("settings", {}).get("data", {}) if kept else {}
+    now["settings"]["data"] = {
+        **{of: digest for of, digest in hashes.items() if of != tasks.GENERAL},
+        **now["settings"]["data"],
+    }
+
+
+def _earlier_tasks(earlier: dict[str, Any], now: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     """Return the tasks of an earlier evaluation on the same base model that were not repeated now.
 
-    For another base model than the run's, the same name is not sufficient.
+    Args:
+        strict: whether the base model is not the run's, whose name is not sufficient.
     """
-    earlier = folder.found(name)
-    was, same, strict = earlier.get("settings", {}), _same_base(earlier, now), name == OTHER
+    was, same = earlier.get("settings", {}), _same_base(earlier, now)
     keys = ("model", "storage") if strict else ("model",)
     alike = all(was.get(key) == now["settings"][key] for key in keys)
     if not alike or not (same if strict else same is not False):

@@ -96,7 +96,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     settings["data"] = sorted(settings.get("data", {}).values())
     if isinstance(settings.get("general"), str):  # a file; `data` has its content
         settings["general"] = Path(settings["general"]).name
-    settings["max_new_tokens"] = recipe.eval.max_new_tokens
+    settings.setdefault("max_new_tokens", recipe.eval.max_new_tokens)  # of format 1
     left_out = {"name", "validation", "cache_dir", "expect", "chat_template"}
     data = recipe.data.model_dump(exclude=left_out | {"max_example_bytes", "max_uncompressed_bytes"})
     template = Path(recipe.data.chat_template).name if recipe.data.chat_template else None
@@ -110,10 +110,19 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         **{f"{name} files": sorted(set(report[name].get("sources", {}).values())) for name in report},
         **{f"data.{key}": value for key, value in {**data, "chat_template": template}.items()},
         **{f"evaluation {key}": value for key, value in settings.items()},
+        "evaluation measures": sorted(
+            key for key, value in result.get("tuned", {}).items() if value is not None
+        ),
         "evaluation tasks": sorted(result.get("tasks", {})),
+        **{f"settings of {name}": _settings_of(task) for name, task in result.get("tasks", {}).items()},
         "base model": base_name(folder),
         "steps": "until early stopping" if recipe.eval.early_stopping_patience else last_step(folder),
     }
+
+
+def _settings_of(task: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task that change its scores, such as the limit and the few-shot examples."""
+    return {key: value for key, value in task.get("settings", {}).items() if key != "batch_size"}
 
 
 def base_name(folder: RunFolder) -> str:
@@ -173,5 +182,5 @@ def shown(value: object) -> str:
         return "[" + ", ".join([*map(shown, value[:AT_MOST]), *more]) + "]"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) == 64 and not set(text) - set("0123456789abcdef"):
-        return text[:12]
+        return f"{text[:6]}..{text[-6:]}"  # the hash of a task is that of two files, one after the other
     return shortened(text, 80)

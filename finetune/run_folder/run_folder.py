@@ -315,6 +315,9 @@ def _usable(name: str, text: str, shape: str, *, old: bool = False) -> Any:
     return found
 
 
+_AT_COMMIT = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}")
+
+
 def _instead(run: RunFolder) -> str:
     """Suggest a run for a path that is not a finished run."""
     if run.recipe.exists():
@@ -336,6 +339,15 @@ def _instead(run: RunFolder) -> str:
 def open_run(path: str | Path) -> RunFolder:
     """Open a run folder, or a published run `organization/name@revision` (exit 2 if there is no run)."""
     run = RunFolder(Path(path))
+    if isinstance(path, str) and _AT_COMMIT.fullmatch(path) and run.path.exists():
+        raise UserError(
+            Problem(
+                "the name means a run on the Hub and a folder",
+                found=path,
+                fix=f"name the folder ./{path}, or run the command in another folder",
+                code="run-folder",
+            )
+        )
     of_hub = "@" in str(path) and not run.path.exists()
     if of_hub:
         run = _fetch(str(path))

@@ -37,6 +37,28 @@ def finished(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return place
 
 
+@pytest.mark.parametrize("override", ["model.name=OTHER", "model.attention=eager"])
+def test_evaluation_with_an_override_of_the_model_names_another_base(
+    override: str, finished: Path, tmp_path: Path
+) -> None:
+    run, model = Path(shutil.copytree(finished / "run", tmp_path / "run")), finished / "model"
+    before = (run / "eval.json").read_bytes()
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    words = ["evaluate", str(run), "--quiet", override.replace("OTHER", str(other))]
+    if "OTHER" in override:
+        assert main.main(words) == 0 and not (run / "eval.other.json").exists(), "a copy of the base model"
+        (run / "eval.json").write_bytes(before)
+    changed = other if "OTHER" in override else model
+    try:
+        change_weights(changed)
+        assert main.main(words) == 0
+    finally:
+        shutil.copytree(tmp_path / "other", model, dirs_exist_ok=True) if changed == model else None
+    assert (run / "eval.json").read_bytes() == before
+    (note,) = json.loads((run / "eval.other.json").read_text())["settings"]["notes"][-1:]
+    assert note == "the base model has changed since the run: model.safetensors"
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     ((change_weights, "model.safetensors"), (change_config, "rms_norm_eps in config.json")),

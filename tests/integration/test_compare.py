@@ -23,6 +23,7 @@ from support import tables, two_ranks
 from support.paths import DATA, QUICKSTART
 from support.printed_commands import assert_commands_run
 from support.runs import metrics
+from support.small_tasks import CHOICE, QUESTIONS, write_task
 
 DONE: list[Path] = []  # the comparison that most tests look at, made once
 
@@ -284,6 +285,36 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
     assert reason.startswith(expected[change])
     assert main.main(["compare", str(a.path), str(b.path)]) == 0
     assert f"NOT COMPARABLE: {expected[change]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (["eval.generate=false"], "evaluation measures"),
+        (["eval.max_new_tokens=1"], "evaluation max_new_tokens"),
+        (["eval.tasks=[TASK]", "eval.limit=5"], "settings of sums"),
+        ("another file", "evaluation data"),
+    ],
+)
+def test_other_evaluation_of_one_run_is_not_compared(other, reason: str, done, tmp_path) -> None:
+    task = write_task(tmp_path, "sums", QUESTIONS, CHOICE)
+    a, b = RunFolder(done / "lora-seed42"), RunFolder(done / "ia3-seed42")
+
+    def evaluate(run: RunFolder, *overrides: str) -> None:
+        given = [override.replace("TASK", task) for override in overrides]
+        assert main.main(["evaluate", str(run.path), "--quiet", *given]) == 0
+
+    if "sums" in reason or reason.endswith("data"):
+        evaluate(a, "eval.tasks=[TASK]", "eval.generate=false")
+    if reason.endswith("data"):
+        write_task(tmp_path, "sums", QUESTIONS[1:], CHOICE)
+        evaluate(b, "eval.tasks=[TASK]", "eval.generate=false")
+        for run in (a, b):  # which keeps the task's result, and what it was measured on
+            evaluate(run, "eval.generate=false")
+    else:
+        evaluate(b, *other, *["eval.generate=false"] * ("sums" in reason))
+    said = comparability.obstacles(a, b)
+    assert any(one.startswith(reason) for one in said), said
 
 
 def test_tables_of_a_comparison_fit_80_and_120_columns(done, capsys) -> None:
