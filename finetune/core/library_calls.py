@@ -34,6 +34,7 @@ def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable
             _check_call(function.__qualname__, signature, args, kwargs)
             with _same_environment(), torch_settings.usual(), only_user_errors(doing):
                 switch_off_telemetry()  # before the function imports libraries
+                os.environ["PYTHONSAFEPATH"] = "1"  # processes import nothing from the working directory
                 return function(*args, **kwargs)
 
         return call
@@ -80,5 +81,5 @@ def _changeable() -> dict[str, str]:
 
     All other variables stay as they are, because another thread of the program may set them meanwhile.
     """
-    changed = ("ACCELERATE_", "FSDP_", "KINETO_LOG_LEVEL", *SWITCHES)
+    changed = ("ACCELERATE_", "FSDP_", "KINETO_LOG_LEVEL", "PYTHONSAFEPATH", *SWITCHES)
     return {name: value for name, value in os.environ.items() if name.startswith(changed)}

@@ -43,6 +43,7 @@ _PLACE = re.compile(r"(:\d+|\[\d+\]|!.*)$")
 
 # A quoted text, or all that follows a quote without an end
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*(?:"|\\?$)')
+MOST_SHOWN = 5  # secrets of one file in an error
 
 
 def without_variables(content: dict[str, Any]) -> dict[str, Any]:
@@ -153,12 +154,14 @@ def refuse_secrets(files: dict[str, Path]) -> None:
     """Raise a UserError if a file contains a known kind of secret. The error masks the secret (exit 2)."""
     found = []
     for name, path in files.items():
-        for line, shown in recipe_errors.secrets_in(text_of(path), client.any_token()):
+        secrets = recipe_errors.secrets_in(text_of(path), client.any_token())
+        more = f", and {len(secrets) - MOST_SHOWN:,} more in this file" if len(secrets) > MOST_SHOWN else ""
+        for line, shown in secrets[:MOST_SHOWN]:
             found.append(
                 Problem(
                     "a file to publish contains a secret",
                     where=f"{name}:{line}",
-                    found=shown,
+                    found=f"{shown}{more}",
                     fix="remove the secret from the file in the run folder, and revoke it",
                     code="publish-secret",
                 )

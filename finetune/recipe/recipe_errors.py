@@ -151,8 +151,11 @@ def secrets_in(text: str, token: str) -> list[tuple[int, str]]:
         token: a secret in addition to those of the environment.
     """
     known = [*{token, *privacy.secrets()} - {""}]
-    found = privacy.find_secrets(text, known)
-    return [(text.count("\n", 0, one.start) + 1, f"{text[one.start : one.start + 3]}****") for one in found]
+    found, line, end = list[tuple[int, str]](), 1, 0
+    for one in privacy.find_secrets(text, known):
+        line, end = line + text.count("\n", end, one.start), max(end, one.start)
+        found.append((line, f"{text[one.start : one.start + 3]}****"))
+    return found
 
 
 def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.core import import_paths, packages
+from finetune.core import import_paths, library_calls, packages
 from support.paths import DATA, MODEL, ROOT
 
 NAMES = """accelerate argparse bitsandbytes datasets evaluate jinja2 json kernels lm_eval mlflow numpy peft
@@ -85,6 +85,24 @@ def test_tracker_in_the_working_directory_is_not_installed(folder: Path, tracker
     done = run(console_script("check", "recipe.yaml"), folder)
     assert done.returncode == 3 and tracker in done.stderr
     assert not (folder / MARK).exists()
+
+
+def test_processes_of_the_python_api_import_nothing_from_the_working_directory(
+    folder: Path, monkeypatch
+) -> None:
+    plant(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+    @library_calls.library_call("tested")
+    def call() -> None:
+        words = [sys.executable, "-c", "import wandb"], [sys.executable, "-m", "mlflow"]
+        for command in words:
+            subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
+
+    call()
+    assert not (folder / MARK).exists()
+    assert "PYTHONSAFEPATH" not in os.environ, "the program's own processes start as before"
 
 
 CHILDREN = """

@@ -28,6 +28,7 @@ from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
 from finetune.data.examples import short
 from finetune.distributed import launch_environment, recorded_variables
+from finetune.export import published_text
 from finetune.hardware.detection import Hardware
 from finetune.recipe.loader import load
 from finetune.run_folder.run_folder import RunFolder
@@ -352,6 +353,17 @@ def test_search_for_secrets_takes_linear_time(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", READABLE)
+def test_file_of_many_secrets_is_refused_at_once(tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text("-----BEGIN PRIVATE KEY-----\n" * 40_000)
+    started = time.process_time()
+    with pytest.raises(UserError) as refused:
+        published_text.refuse_secrets({"tokenizer.json": tmp_path / "tokenizer.json"})
+    assert time.process_time() - started < 5
+    problems = refused.value.problems
+    assert len(problems) == published_text.MOST_SHOWN and "39,995 more in this file" in problems[0].found
+    assert [problem.where for problem in problems][:2] == ["tokenizer.json:1", "tokenizer.json:2"]
+
+
 def test_hash_name_or_setting_stays_readable(text: str) -> None:
     assert privacy.masked(text, []) == text and not privacy.find_secrets(text, [])
     assert privacy.masked_setting(text) == text
