@@ -318,7 +318,9 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             raise ValueError(f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}")
         text = file.read(length)
         strict_json.check_size(text, MOST_PARTS)
-        header = json.loads(text)
+        header = json.loads(text.decode())  # the format is UTF-8 without a mark, and json reads others
+        if text.count(b'"__metadata__"') > 1:
+            json.loads(text, object_pairs_hook=_with_metadata_once)
         states = _states(file, header, 8 + length)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in entries.items():
@@ -336,6 +338,13 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(entry["dtype"], entry["shape"], states.get(name, b""))
         for name, entry in entries.items()
     }
+
+
+def _with_metadata_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a second `__metadata__`, as safetensors does."""
+    if sum(name == "__metadata__" for name, _ in pairs) > 1:
+        raise ValueError("its header has two entries __metadata__")
+    return dict(pairs)
 
 
 def _states(file: IO[bytes], header: dict[str, Any], start: int) -> dict[str, bytes]:

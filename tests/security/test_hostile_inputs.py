@@ -644,14 +644,27 @@ PLAIN = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
         f'{{"\\ud800": {json.dumps(PLAIN)}}}',
         f'{{"a": {json.dumps(PLAIN | {"data_offsets": [0.0, 16.0]})}}}',
         f'{{"a": {json.dumps(PLAIN | {"shape": [4, True]})}}}',
+        f'\ufeff{{"a": {json.dumps(PLAIN)}}}',
+        f'{{"__metadata__": {{}}, "a": {json.dumps(PLAIN)}, "__metadata__": {{}}}}',
     ],
-    ids=["overlap", "gap", "same name", "metadata", "surrogate", "decimal numbers", "a truth as a size"],
+    ids=[
+        "overlap",
+        "gap",
+        "same name",
+        "metadata",
+        "surrogate",
+        "decimal numbers",
+        "a truth as a size",
+        "mark",
+        "two metadata",
+    ],
 )
 def test_header_that_the_safetensors_library_refuses_is_refused(header: str, tmp_path) -> None:
     """`check` reads headers itself. Otherwise it would accept weights that the run can't load."""
     path = tmp_path / "model.safetensors"
     size = 32 if "32]" in header else 16
-    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(size))
+    content = header.encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(size))
     with pytest.raises(SafetensorError):
         safe_open(path, "np").keys()
     with pytest.raises(errors.UserError, match="is not a safetensors file"):
