@@ -58,14 +58,14 @@ def times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
 
 
 def check(report: Report) -> None:
-    """Refuse a weight that leaves nothing of a source.
+    """Check that an epoch uses a part of every source.
 
     Raises:
         UserError: no example of a source is used (exit 2).
     """
     raise_if_any(
         Problem(
-            "the weight of this source is so small that no example of it is used",
+            "a source has so small a weight that the run uses none of its examples",
             "data.name",
             found=f"{name}: weight {source['weight']:g}, {source['rows']:,} examples",
             fix=f"raise the weight well above {1 / source['rows']:.2g}, or remove the source",

@@ -51,7 +51,7 @@ class Evaluation(NamedTuple):
     step: int
     value: float
     best_step: int | None = None
-    """The step whose weights would be saved. `None`: those of the last step."""
+    """The step whose weights would be saved; `None`: the last step."""
 
 
 class Ended(NamedTuple):

@@ -64,7 +64,7 @@ def test_weight_that_leaves_nothing_of_a_source_is_refused(rows: int, tmp_path) 
         lambda: checker.check(refused),
         lambda: preparation.prepare(refused.data, tokenizer, 7, None),
     ):
-        with pytest.raises(UserError, match="no example of it is used"):
+        with pytest.raises(UserError, match="the run uses none of its examples"):
             command()
 
 
