@@ -8,15 +8,21 @@ from typing import Any
 
 from finetune.core.visible_text import visible, visible_lines
 
-_ACTING = re.compile(r"([<`]|!(?=\[)|\](?=[(\[:]))")  # outside of code spans
-_SPAN = re.compile(r"`[^`]*`")
+_ACTING = re.compile(r"([\\<`]|!(?=\[)|\](?=[(\[:]))")  # outside of code spans
+_SPAN = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)")  # it ends at a run of as many backquotes
 
 
-def plain(text: object) -> str:
-    """Return a text on one line in which Markdown finds only code spans."""
+def plain(text: object, without: str = "") -> str:
+    """Return a text on one line in which Markdown finds only code spans.
+
+    Args:
+        without: a character that no code span may have. Such a span becomes text.
+    """
     line = " ".join(visible_lines(text).split())
     parts, at = [], 0
     for span in _SPAN.finditer(line):
+        if without and without in span[0]:
+            continue
         parts += [_escaped(line[at : span.start()]), span[0]]
         at = span.end()
     return "".join([*parts, _escaped(line[at:])])
@@ -42,7 +48,7 @@ def table(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _cell(text: object) -> str:
-    return plain(text).replace("|", "\\|")
+    return plain(text, without="|").replace("|", "\\|")
 
 
 def _escaped(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from finetune.data.messages import REASONING_KEYS
@@ -625,6 +626,10 @@ def _too_long(state: Translation, types: list[str]) -> None:
         state.record(kind, "excess_length_strategy", value, f"data.too_long: {kept}")
 
 
+# Names of linear layers that `all-linear` has; other names may be of the embeddings or the head
+_LINEAR = re.compile(r"([\w.]*_)?(proj|dense|query|key|value|query_key_value|fc\d?|c_attn|w[123])")
+
+
 def _adapter(state: Translation) -> None:
     kind = state.take("adapter")
     given = [number for number in (4, 8) if f"load_in_{number}bit" in state.source]
@@ -661,7 +666,13 @@ def _adapter(state: Translation) -> None:
     if linear:
         state.set("adapter.target_modules", "all-linear", "lora_target_linear", True)
     if modules and linear:
-        state.record(SAME, "lora_target_modules", modules, "lora_target_linear has them too")
+        names = modules if isinstance(modules, list) else [modules]
+        more = [str(name) for name in names if not _LINEAR.fullmatch(str(name))]
+        if more:
+            why = f"all-linear leaves out {', '.join(more)}: name all modules in adapter.target_modules"
+            state.unsupported("lora_target_modules", modules, why)
+        else:
+            state.record(SAME, "lora_target_modules", modules, "lora_target_linear has them too")
     elif modules:
         state.set("adapter.target_modules", modules, "lora_target_modules", modules)
     elif not linear:

@@ -272,6 +272,20 @@ def find(config: str) -> Path:
     return shelf
 
 
+def keep_import_path() -> None:
+    """Start DeepSpeed's workers without the working directory on their import path.
+
+    Accelerate would add it (`prepare_deepspeed_cmd_env`), and Python imports a `sitecustomize.py` from there.
+    This process is only a launcher, so the function of Accelerate is replaced in it.
+    """
+    from accelerate.utils import launch
+
+    def unchanged(env_var_name: str, path_to_add: str) -> str:
+        return os.environ.get(env_var_name, "")
+
+    launch.env_var_path_add = unchanged
+
+
 def main(given: list[str]) -> int:
     """Run `accelerate launch` with the arguments. Return the exit code of the first failed process."""
     from subprocess import CalledProcessError
@@ -297,6 +311,7 @@ def main(given: list[str]) -> int:
         config = accelerate_config.read(files[0]) if files else {}
         check_shares(arguments, config)
         begin_again(arguments, config)
+        keep_import_path()
         launch_command(arguments)
     except ValueError as error:  # Accelerate has refused its options
         _say_problems(

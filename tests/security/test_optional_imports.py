@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.core import import_paths, library_calls, packages
+from finetune.launch import launcher
 from support.paths import DATA, MODEL, ROOT
 
 NAMES = """accelerate argparse bitsandbytes datasets evaluate jinja2 json kernels lm_eval mlflow numpy peft
@@ -103,6 +104,32 @@ def test_processes_of_the_python_api_import_nothing_from_the_working_directory(
     call()
     assert not (folder / MARK).exists()
     assert "PYTHONSAFEPATH" not in os.environ, "the program's own processes start as before"
+
+
+def test_workers_of_deepspeed_do_not_get_the_working_directory(folder: Path, monkeypatch) -> None:
+    """Accelerate would add it to their PYTHONPATH, where Python finds a `sitecustomize.py`."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils import launch
+
+    monkeypatch.setattr(launch, "env_var_path_add", launch.env_var_path_add)  # restores it
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    given = [
+        "--use_deepspeed",
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "-m",
+        "finetune",
+    ]
+    arguments = launch_command_parser().parse_args(given)
+    arguments.deepspeed_fields_from_accelerate_config = ""
+    assert str(folder) in launch.prepare_deepspeed_cmd_env(arguments)[1]["PYTHONPATH"]
+    launcher.keep_import_path()
+    assert launch.prepare_deepspeed_cmd_env(arguments)[1]["PYTHONPATH"] == str(ROOT)
 
 
 CHILDREN = """

@@ -218,6 +218,18 @@ def test_markdown_of_others_stays_text() -> None:
     assert card.data.license == "mit"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [r"a \<img src=x>", "``` <img src=x> `` x", r"\![i](https://evil.example/a.png)", r"[x\](https://evil.example)",
+     r"a \| yes \| <b>", r"`a \| yes` | b", "`` ` <b> `` ` <i>", r"\`<b>`", "` <b> \\` <i>", r"\\<b>"],
+)  # fmt: skip
+def test_backslashes_and_backquotes_make_no_markdown(text: str) -> None:
+    blocks = MarkdownIt("commonmark").enable("table").parse(markdown.table(("a", "b"), [(text, "NO")]))
+    cells = [token.type for token in blocks if token.type in ("td_open", "th_open")]
+    assert len(cells) == 4 and not rendered(markdown.plain(text))
+    assert not rendered(markdown.table(("a", "b"), [(text, "NO")]))
+
+
 def test_compare_shows_reasons_of_others() -> None:
     found = {"winner": None, "failed": {"run": EVERYTHING}, "not_comparable": {}}
     screen = Console(quiet=True)

@@ -880,3 +880,18 @@ def test_a_script_with_several_commands_is_refused(second: str, between: str, tm
     script.write_text(f"trl sft {words}{between}{second} {words}\n")
     with pytest.raises(UserError, match=r"several trl commands(.|\n)*found: +2 commands"):
         reading.import_recipe(script)
+
+
+@pytest.mark.parametrize(
+    ("modules", "kind"),
+    [
+        (["q_proj", "mlp.down_proj"], SAME),
+        (["embed_tokens", "lm_head"], NOT_SUPPORTED),
+        (["q_proj", "lm_head"], NOT_SUPPORTED),
+        ("model.*q_proj", NOT_SUPPORTED),
+    ],
+)
+def test_modules_that_all_linear_leaves_out_are_listed(modules: Any, kind: str, tmp_path) -> None:
+    state = imported(tmp_path, "axolotl", lora_target_modules=modules)
+    (entry,) = [one for one in state.entries if one.key == "lora_target_modules"]
+    assert entry.kind == kind and state.recipe["adapter.target_modules"] == "all-linear"
