@@ -20,16 +20,19 @@ def leave_working_directory() -> None:
     finetune stays, unless somebody added modules to it.
 
     Raises:
-        UserError: the working directory does not exist any more, or its name is not UTF-8 (exit 3).
+        UserError: the working directory does not exist any more, its name is not UTF-8, or its link `src`
+            leads to itself (exit 3).
     """
     try:
         here = os.path.realpath(os.getcwd())
         here.encode()  # a run writes absolute paths into its files
-    except (OSError, UnicodeEncodeError) as error:
+        Path("src").resolve()  # transformers does so when it is imported
+    except (OSError, UnicodeEncodeError, RuntimeError) as error:
+        found = {UnicodeEncodeError: "its name is not UTF-8", RuntimeError: "its link `src` leads to itself"}
         raise UserError(
             Problem(
                 "finetune can't use the working directory",
-                found=error.strerror or "" if isinstance(error, OSError) else "its name is not UTF-8",
+                found=error.strerror or "" if isinstance(error, OSError) else found[type(error)],
                 fix="change to another folder with `cd`, and run the command again",
                 code="path",
             ),

@@ -106,6 +106,13 @@ def test_processes_of_the_python_api_import_nothing_from_the_working_directory(
     assert "PYTHONSAFEPATH" not in os.environ, "the program's own processes start as before"
 
 
+def test_link_src_to_itself_is_named(folder: Path) -> None:
+    """transformers follows it when it is imported."""
+    (folder / "src").symlink_to(folder / "src")
+    done = run(console_script("check", "recipe.yaml"), folder)
+    assert done.returncode == 3 and "its link `src` leads to itself" in done.stderr
+
+
 def test_workers_of_deepspeed_do_not_get_the_working_directory(folder: Path, monkeypatch) -> None:
     """Accelerate would add it to their PYTHONPATH, where Python finds a `sitecustomize.py`."""
     from accelerate.commands.launch import launch_command_parser
