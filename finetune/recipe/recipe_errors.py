@@ -288,14 +288,15 @@ def _problem(
             code="missing-key",
         )
     if broken := next((item for item in items if item["type"] == "value_error"), None):
+        what, expected, fix = broken["ctx"]["error"].args  # of a rule in schema.py
         return Problem(
-            str(broken["ctx"]["error"]),  # of a rule of ours
+            what,
             key,
             where=place_of(path, where),
             found=show(value),
             code="value-type",
-            expected="a path that the system accepts",
-            fix="name a shorter path",
+            expected=expected,
+            fix=fix,
         )
     shown = items[:1] if kind in _BOUNDS else items  # two bounds of a union would be confusing
     expected = " or ".join(dict.fromkeys(_expected(item, path[-1]) for item in shown))

@@ -30,13 +30,29 @@ class Section(BaseModel):
     )
 
 
+# The error of a rule has three texts: what is wrong, what is expected, and the remedy
 def _can_be_path(name: str) -> str:
     if not can_be_path(os.path.expanduser(name)):
-        raise ValueError("the path is too long or has a NUL character")
+        raise ValueError(
+            "the path is too long or has a NUL character",
+            "a path that the system accepts",
+            "name a shorter path",
+        )
+    return name
+
+
+def _is_local(name: str) -> str:
+    if "://" in name:
+        raise ValueError(
+            "finetune writes only to local folders",
+            "a local path",
+            "name a local folder, and copy it afterwards",
+        )
     return name
 
 
 PathName = Annotated[str, AfterValidator(_can_be_path)]  # a path or a Hub id
+LocalFolder = Annotated[PathName, AfterValidator(_is_local)]
 OptionalPath: TypeAlias = PathName | None
 Quantization = Literal["auto", "none", "fp8", "nf4", "fp4", "int8", "torchao_int8"]
 
@@ -110,7 +126,10 @@ class Expect(Section):
 
 
 def _iso_date(text: str) -> str:
-    return datetime.date.fromisoformat(text).isoformat()
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise ValueError("this is not a date", "a date such as 2026-07-31", "correct the date") from error
 
 
 class Data(Section):
@@ -164,7 +183,7 @@ class Data(Section):
     max_uncompressed_bytes: int | None = Field(default=None, ge=1, le=2**53)
     """Largest uncompressed size of a compressed file (tar, parquet) in bytes. `null`: 100 times the size of
     the file, at least 256 MiB."""
-    cache_dir: PathName | None = None
+    cache_dir: LocalFolder | None = None
     """Folder of prepared data; `null`: $FINETUNE_CACHE or ~/.cache/finetune."""
     expect: Expect = Expect()
     """Limits of the data audit, which runs before any weight is loaded."""
@@ -315,7 +334,7 @@ class Speed(Section):
 class Train(Section):
     """finetune's own keys. `build.sections` adds every SFTConfig field that no other section owns."""
 
-    output_dir: PathName | None = None
+    output_dir: LocalFolder | None = None
     """The run folder; `null`: `runs/<recipe>-<time>`."""
     effective_batch_size: int = Field(default=32, ge=1)
     """Sequences in one optimizer step, over all processes."""

@@ -231,6 +231,23 @@ def test_what_is_seen_once_model_and_data_are_there(override: str, says: str, tr
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("override", "expected", "fix"),
+    [
+        ("train.output_dir=s3://bucket/run", "a local path", "name a local folder, and copy it afterwards"),
+        ("data.cache_dir=gs://bucket/cache", "a local path", "name a local folder, and copy it afterwards"),
+        ("data.template_date=yesterday", "a date such as 2026-07-31", "correct the date"),
+    ],
+)
+def test_value_that_a_rule_refuses_has_the_remedy_of_this_rule(
+    override: str, expected: str, fix: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        loader.load(QUICKSTART, [override])
+    (problem,) = caught.value.problems
+    assert (problem.expected, problem.fix) == (expected, fix) and problem.key == override.partition("=")[0]
+
+
 @pytest.mark.parametrize("name", ["b\\0.jsonl", "x" * 5000], ids=["NUL", "too long"])
 def test_a_path_that_no_file_can_have_is_an_error_in_the_words_of_the_rule(name: str, tmp_path) -> None:
     path = tmp_path / "recipe.yaml"
