@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml
+from finetune.data import hub_sizes, read_limits
 from finetune.hub import client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from datasets import DatasetBuilder
+
+    from finetune.recipe.schema import Source
 
 # Allowed readers of `datasets`; `cache` reads a dataset that was prepared before
 READERS = ("arrow", "csv", "json", "parquet", "text", "cache")
@@ -37,44 +40,37 @@ LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
 CARDS = ("README.md", ".huggingface.yaml")
 
 
-def load(
-    name: str,
-    subset: str | None,
-    revision: str | None,
-    *,
-    split: str | None = None,
-    key: str = "data.name",
-    **options: Any,
-) -> Any:
+def load(source: Source, *, key: str = "data.name", **options: Any) -> Any:
     """Load one split of a Hub dataset, or all of its splits by name.
 
     Args:
+        source: its name, subset, revision, split and limits.
         key: the key that names the dataset, for errors.
         options: `data_files` and `data_dir` in the repository.
 
     Raises:
-        UserError: the name is not valid, files are outside the repository, the reader is not allowed, or the
-            dataset has no such subset or split (exit 2). The Hub can't be reached, or gives an odd answer
-            (exit 3).
+        UserError: the name is not valid, files are outside the repository, the reader is not allowed, a file
+            is too large, or the dataset has no such subset or split (exit 2). The Hub can't be reached, or
+            gives an odd answer (exit 3).
     """
-    check_name(name)
+    check_name(source.name)
     try:
-        return _loaded(name, subset, revision, split, options)
+        return _loaded(source, options)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the Hub's library does not check the types in the Hub's answers
-        raise _not_loaded(" ".join(filter(None, (name, subset, split))), key, error) from error
+        title = " ".join(filter(None, (source.name, source.subset, source.split)))
+        raise _not_loaded(title, key, error) from error
 
 
-def _loaded(
-    name: str, subset: str | None, revision: str | None, split: str | None, options: dict[str, Any]
-) -> Any:
+def _loaded(source: Source, options: dict[str, Any]) -> Any:
     import datasets
 
+    name, revision = source.name, source.revision
     _check_inside(options, name)
     _check_inside(_configs_of_card(name, revision), name)
     given = {key: value for key, value in options.items() if value is not None}
-    make = partial(datasets.load_dataset_builder, name, subset, revision=revision, **given)
+    make = partial(datasets.load_dataset_builder, name, source.subset, revision=revision, **given)
     # Otherwise pandas takes texts of a CSV file such as "NA" and "null" for missing values
     texts = partial(make, na_filter=False)
     try:
@@ -87,8 +83,9 @@ def _loaded(
     check_builder(builder, name)
     if type(builder).__module__.endswith(".csv"):
         builder = texts()
+    hub_sizes.check(builder, name, read_limits.of_source(source))
     builder.download_and_prepare()
-    return builder.as_dataset(split=split)
+    return builder.as_dataset(split=source.split)
 
 
 def _not_loaded(title: str, key: str, error: Exception) -> UserError:

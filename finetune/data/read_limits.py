@@ -149,6 +149,11 @@ _DECOMPRESS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
 )
 
 
+def is_compressed(start: bytes) -> bool:
+    """Return whether a file that starts with these 6 bytes has a compression that `ArchiveStream` reads."""
+    return any(start.startswith(magic) for magic, _ in _DECOMPRESS)
+
+
 class ArchiveStream(io.RawIOBase):
     """The decompressed content of an archive, read from start to end within limits."""
 

@@ -605,7 +605,7 @@ def _identity(source: Source) -> str:
     commit = _commit(source)
     if client.COMMIT.fullmatch(commit):
         return commit
-    dataset = hub_datasets.load(source.name, source.subset, commit, split=source.split)
+    dataset = hub_datasets.load(source.model_copy(update={"revision": commit}))
     files = sorted("/".join(Path(file["filename"]).parts[-2:]) for file in dataset.cache_files)
     return f"{commit}: {', '.join(files)}"
 
@@ -616,7 +616,7 @@ def _commit(source: Source) -> str:
 
 
 def _hub(source: Source) -> Rows:
-    dataset = hub_datasets.load(source.name, source.subset, _commit(source), split=source.split)
+    dataset = hub_datasets.load(source.model_copy(update={"revision": _commit(source)}))
     from finetune.data.arrow_values import table_rows
 
     yield from table_rows(dataset.with_format("arrow").iter(batch_size=1000), source.name)

@@ -21,6 +21,7 @@ from finetune.data.examples import BadRow, Row
 from finetune.data.json_values import MOST_VALUES
 from finetune.data.readers import READERS, read_file
 from finetune.hub import client
+from finetune.recipe.schema import Source
 
 LOADERS = {  # dataset_path -> suffixes of its files
     "json": (".json", ".jsonl"),
@@ -362,7 +363,7 @@ def _of_the_hub(name: str, config: str | None, revision: str | None, **options: 
 
     Images are not allowed, because their decoder downloads from addresses.
     """
-    splits = hub_datasets.load(name, config, revision, key=KEY, **options)
+    splits = hub_datasets.load(Source(name=name, subset=config, revision=revision), key=KEY, **options)
     for split, dataset in splits.items():
         for column, feature in dataset.features.items():
             if not _is_plain(feature):

@@ -1,13 +1,18 @@
 """Datasets of the Hub: their files come from their repository, and only readers of plain data open them."""
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import ipc, parquet
 
 from finetune.core.errors import Exit, UserError
 from finetune.data import hub_datasets, source_loading
@@ -182,7 +187,7 @@ def test_name_of_a_dataset_is_no_reader_and_no_path(name: str, monkeypatch, tmp_
     (tmp_path / "a.tar").write_bytes(tar_of_pickles())
     said = "is a reader of `datasets`, not a dataset" if name in READERS else "not the id of a dataset"
     with pytest.raises(UserError, match=said):
-        hub_datasets.load(name, None, None, split="train")
+        hub_datasets.load(Source(name=name, split="train"))
 
 
 def test_readers_that_are_allowed_are_packaged_in_datasets() -> None:
@@ -190,3 +195,38 @@ def test_readers_that_are_allowed_are_packaged_in_datasets() -> None:
 
     assert set(hub_datasets.READERS) < {*_PACKAGED_DATASETS_MODULES, "cache"}
     assert hub_datasets.packaged_readers() >= set(_PACKAGED_DATASETS_MODULES)
+
+
+def repeated_texts(suffix: str) -> bytes:
+    """A small file of one long text that 500 rows share."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 500, pyarrow.int32()), ["a" * 1_000_000])
+    table, file = pyarrow.table({"text": texts}), io.BytesIO()
+    if suffix == "parquet":
+        parquet.write_table(table, file, compression="zstd", store_schema=False)
+    else:
+        with ipc.new_file(file, table.schema, options=ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(table)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.xz", "jsonl.bz2", "csv.gz", "parquet", "arrow"])
+def test_small_file_that_expands_is_refused_before_it_is_read(kind: str, datasets_hub: Hub) -> None:
+    suffix, _, packing = kind.partition(".")
+    if packing:
+        pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[packing]
+        content = pack(b'{"text": "' + b"a" * 300_000_000 + b'"}\n')
+    else:
+        content = repeated_texts(suffix)
+    assert len(content) < 2_000_000
+    datasets_hub.add("me/bomb", **{f"data/train.{kind}": content})
+    with pytest.raises(UserError, match="the uncompressed file is too large"):
+        read("me/bomb")
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
+def test_file_within_the_limits_is_read(kind: str, datasets_hub: Hub) -> None:
+    table, file = pyarrow.table({"text": ["a" * 1000] * 500}), io.BytesIO()
+    parquet.write_table(table, file)
+    content = gzip.compress(ROW * 500) if kind == "jsonl.gz" else file.getvalue()
+    datasets_hub.add("me/rows", **{f"data/train.{kind}": content})
+    assert len(read("me/rows")) == len(read("me/rows", max_uncompressed_bytes=10**9)) == 500

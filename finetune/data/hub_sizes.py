@@ -1,0 +1,57 @@
+"""Refuse small files of a Hub dataset that expand to many bytes, before `datasets` reads them.
+
+`datasets` has no limit: it fills the memory with one long row, and the cache with repeated values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from finetune.data import read_limits
+from finetune.data.read_limits import ArchiveStream, Limits
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
+
+# In bytes. Reading a larger file twice would take too long.
+LARGEST = 64 * 2**20
+
+
+def check(builder: DatasetBuilder, name: str, limits: Limits) -> None:
+    """Read the compressed files and the small parquet and Arrow files of a dataset once, within limits.
+
+    This downloads the files to the place in the Hub's cache where `datasets` looks for them.
+
+    Raises:
+        UserError: a file expands to more bytes than the limits allow (exit 2).
+    """
+    from huggingface_hub import hf_hub_download
+
+    if Path(builder.cache_dir).exists():  # prepared before
+        return
+    prefix = f"hf://datasets/{name}@"
+    for files in (builder.config.data_files or {}).values():
+        for address in files:
+            revision, _, file = str(address).removeprefix(prefix).partition("/")
+            path = hf_hub_download(name, file, repo_type="dataset", revision=unquote(revision))
+            _check_file(Path(path), limits)
+
+
+def _check_file(path: Path, limits: Limits) -> None:
+    with path.open("rb") as file:
+        if read_limits.is_compressed(file.read(6)):
+            file.seek(0)
+            ArchiveStream(file, path, limits).rest()
+    if path.suffix not in (".parquet", ".arrow") or path.stat().st_size > LARGEST:
+        return
+    import pyarrow
+
+    from finetune.data import limited_batches
+
+    is_parquet = path.suffix == ".parquet"
+    read = limited_batches.read_parquet if is_parquet else limited_batches.read_arrow
+    with pyarrow.memory_map(str(path)) as content:
+        for _ in limited_batches.limited(read(content, path, limits), path, limits):
+            pass
