@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,7 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
         eos_token_id=scoring.stop_ids(voice.weights, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
-    listener = Listener(tokenizer, heard)
+    listener = Listener(tokenizer, heard, scoring.stop_ids(voice.weights, tokenizer))
     prompt = torch.tensor([ids], device=voice.weights.device)
     with voice.adapter(), scoring.inference(voice.weights):
         scoring.run_generate(voice.weights, config, prompt, streamer=listener)
@@ -266,13 +266,15 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
 class Listener:
     """A transformers streamer that receives each new token from `generate`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, heard: Callable[[str], None]) -> None:
-        self.tokenizer, self.heard = tokenizer, heard
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, heard: Callable[[str], None], stops: Collection[int]
+    ) -> None:
+        self.tokenizer, self.heard, self.stops = tokenizer, heard, stops
         self.ids: list[int] | None = None  # the first call passes the prompt
 
     @property
     def text(self) -> str:
-        return str(self.tokenizer.decode(self.ids or [], skip_special_tokens=True)).strip()
+        return scoring.answer_text(self.tokenizer, self.ids or [], self.stops).strip()
 
     def put(self, tokens: torch.Tensor) -> None:
         if self.ids is None:

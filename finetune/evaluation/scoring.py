@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -112,7 +112,11 @@ def score(
     encoder = encoding.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
     with_prompt = [index for index, row in enumerate(rows) if answers and row.example.asks]
     wanted = dict(
-        zip(with_prompt, references([rows[index] for index in with_prompt], tokenizer, data), strict=True)
+        zip(
+            with_prompt,
+            references([rows[index] for index in with_prompt], tokenizer, data, stop_ids(model, tokenizer)),
+            strict=True,
+        )
     )
     mine, own = _own(range(len(rows))), _own(with_prompt)
     # Each process renders all prompts, so that an error in one prompt stops all processes
@@ -165,7 +169,7 @@ def _of_all(own: Sequence[int], found: list[Result]) -> dict[int, Result]:
 
 
 def references(
-    rows: list[HeldOut], tokenizer: PreTrainedTokenizerBase, data: Data
+    rows: list[HeldOut], tokenizer: PreTrainedTokenizerBase, data: Data, stops: Collection[int] = ()
 ) -> list[tuple[str, list[int]]]:
     """Return the reference answer of each example as text and as tokens.
 
@@ -189,8 +193,17 @@ def references(
                 found[index] = HeldOut(rows[index].example, [turn]).last_turn()
             else:  # the template's turns cannot be separated, so use the original text
                 found[index] = tokenizer(rows[index].example.answer, add_special_tokens=False)["input_ids"]
-    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
+    texts = [answer_text(tokenizer, ids, stops) for ids in found]
     return list(zip(map(encoding.without_thinking, texts), found, strict=True))
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: Collection[int]) -> str:
+    """Return the text of an answer before the first token that ends it.
+
+    This token is not always a special token of the tokenizer, for example one of `model.add_tokens`.
+    """
+    end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
+    return str(tokenizer.decode(list(ids[:end]), skip_special_tokens=True))
 
 
 @contextlib.contextmanager
@@ -397,9 +410,9 @@ def greedy_answers(
             mask[position, width - len(prompts[index]) :] = 1
         output = run_generate(model, greedy, ids.to(model.device), mask.to(model.device))
         for position, index in enumerate(batch):
-            new = output[position, width:]
-            text = tokenizer.decode(new, skip_special_tokens=True)
-            answers[index] = encoding.without_thinking(str(text)), not set(stops).isdisjoint(new.tolist())
+            new = output[position, width:].tolist()
+            text = answer_text(tokenizer, new, stops)
+            answers[index] = encoding.without_thinking(text), not set(stops).isdisjoint(new)
     return answers
 
 

@@ -17,7 +17,7 @@ from finetune.data import chat_templates, encoding
 from finetune.data.examples import Row
 from finetune.data.formats import convert
 from finetune.data.preparation import HeldOut
-from finetune.evaluation import results, scoring, tasks
+from finetune.evaluation import chat_session, results, scoring, tasks
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.schema import Data, Eval, Model
 from support import architectures
@@ -68,6 +68,22 @@ def test_a_perfect_answer_is_the_reference(template: str, train_on: Any) -> None
     assert row.documents[0].ids[: len(prompt)] == prompt and answer[: len(tokens)] == tokens
     said = tokenizer.decode(answer, skip_special_tokens=True)
     assert encoding.without_thinking(said) == wanted and wanted.endswith("Hello you")
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_token_that_ends_an_answer_is_no_part_of_it(is_special: bool) -> None:
+    """Tokens of `model.add_tokens` are not special, and a decoder writes them."""
+    tokenizer, data = tokenizer_with("qwen2_5"), Data(name="-")
+    end = tokenizer.eos_token_id
+    if not is_special:
+        end = tokenizer.convert_tokens_to_ids("you")
+    _, row = held_out(tokenizer, [USER, HELLO], data)
+    ((wanted, tokens),) = scoring.references([row], tokenizer, data, [end])
+    assert end in tokens and wanted == ("Hello you" if is_special else "Hello")
+    listener = chat_session.Listener(tokenizer, lambda _: None, [end])
+    for part in ([1, 2], tokens, [end, 5]):
+        listener.put(torch.tensor(part))
+    assert listener.text == wanted == scoring.answer_text(tokenizer, tokens, [end]).strip()
 
 
 @pytest.mark.parametrize(
@@ -137,8 +153,8 @@ class Numbers:
 
     pad_token_id, eos_token_id, chat_template, special_tokens_map = 0, None, None, MappingProxyType({})
 
-    def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, ids.tolist()))
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids))
 
 
 def answers_in_batches(model: Any) -> tuple[list[str], list[str]]:
