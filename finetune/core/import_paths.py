@@ -9,6 +9,7 @@ from pathlib import Path
 from finetune.core.errors import Exit, Problem, UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or site-packages
+LINKED = "libgcc_s.so.1"
 _OWN = {"benchmarks", "finetune", "scripts", "tests"}  # folders of a checkout that hold Python files
 
 
@@ -20,8 +21,8 @@ def leave_working_directory() -> None:
     finetune stays, unless somebody added modules to it.
 
     Raises:
-        UserError: the working directory does not exist any more, its name is not UTF-8, or its link `src`
-            leads to itself (exit 3).
+        UserError: the working directory does not exist any more, its name is not UTF-8, its link `src` leads
+            to itself, or `check_linked_files` (exit 3).
     """
     try:
         here = os.path.realpath(os.getcwd())
@@ -38,6 +39,7 @@ def leave_working_directory() -> None:
             ),
             code=Exit.ENVIRONMENT,
         ) from None
+    check_linked_files()
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if Path(here) != ROOT or _has_added_modules():
         sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
@@ -45,6 +47,28 @@ def leave_working_directory() -> None:
     if not any(os.path.realpath(place) == str(ROOT) for place in sys.path):  # a checkout, not installed
         entries.append(str(ROOT))
     os.environ |= {"PYTHONPATH": os.pathsep.join(entries), "PYTHONSAFEPATH": "1"}
+
+
+def check_linked_files() -> None:
+    """Refuse a working directory with a library that a compiler would link into GPU kernels.
+
+    Triton starts gcc in the working directory. gcc's own libgcc_s.so is a script that names libgcc_s.so.1
+    without a folder, and GNU ld looks for such a name in the working directory first.
+
+    Raises:
+        UserError: the file exists (exit 3).
+    """
+    if os.path.lexists(LINKED):
+        raise UserError(
+            Problem(
+                f"the working directory has a file {LINKED}",
+                where=os.path.abspath(LINKED),
+                fix="run the command in another folder, or rename the file",
+                why="the compiler of GPU kernels would use it in place of the system's file",
+                code="unsafe-file",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
 
 
 def _has_added_modules() -> bool:

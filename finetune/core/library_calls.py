@@ -8,7 +8,7 @@ import inspect
 import os
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from finetune.core import torch_settings
+from finetune.core import import_paths, torch_settings
 from finetune.core.errors import Problem, UserError, only_user_errors
 from finetune.core.privacy import SWITCHES, switch_off_telemetry
 
@@ -34,6 +34,7 @@ def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable
             _check_call(function.__qualname__, signature, args, kwargs)
             with _same_environment(), torch_settings.usual(), only_user_errors(doing):
                 switch_off_telemetry()  # before the function imports libraries
+                import_paths.check_linked_files()
                 os.environ["PYTHONSAFEPATH"] = "1"  # processes import nothing from the working directory
                 return function(*args, **kwargs)
 

@@ -174,7 +174,7 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     save_file({name: one * 3 for name, one in weights.items()}, base / "model.safetensors", {"format": "pt"})
     assert main.main(asked) == 0
     other = run.read("eval.other.json")
-    assert "this is not the base model of the run" in " ".join(other["settings"]["notes"])
+    assert "the base model has changed since the run" in " ".join(other["settings"]["notes"])
     assert not other["tasks"]  # those of nf4 are not this base's
     assert (run.path / "eval.json").read_bytes() == own
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune.core import import_paths, library_calls, packages
+from finetune.core.errors import UserError
 from finetune.launch import launcher
 from support.paths import DATA, MODEL, ROOT
 
@@ -111,6 +112,17 @@ def test_link_src_to_itself_is_named(folder: Path) -> None:
     (folder / "src").symlink_to(folder / "src")
     done = run(console_script("check", "recipe.yaml"), folder)
     assert done.returncode == 3 and "its link `src` leads to itself" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_library_that_a_compiler_would_link_is_refused(kind: str, folder: Path, monkeypatch) -> None:
+    library = folder / import_paths.LINKED
+    library.write_text("") if kind == "file" else library.symlink_to("/nowhere")
+    done = run(console_script("check", "recipe.yaml"), folder)
+    assert done.returncode == 3 and import_paths.LINKED in done.stderr
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=import_paths.LINKED):
+        library_calls.library_call("tested")(lambda: None)()
 
 
 def test_workers_of_deepspeed_do_not_get_the_working_directory(folder: Path, monkeypatch) -> None:

@@ -143,6 +143,7 @@ def test_score_prompt_without_room_stops_every_process(rank: int, monkeypatch) -
     rows = [held_out(tokenizer, [asked, HELLO], data)[1] for asked in (long, USER)]
     share = SimpleNamespace(process_index=rank, num_processes=2)
     monkeypatch.setattr(scoring, "PartialState", lambda: share)
+    monkeypatch.setattr(scoring, "stop_ids", lambda *_: [])
     config = LlamaConfig(max_position_embeddings=64)
     with pytest.raises(UserError, match="leaves no room for an answer"):
         scoring.score(SimpleNamespace(config=config), tokenizer, rows, data, Eval())
