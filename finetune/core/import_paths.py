@@ -9,7 +9,17 @@ from pathlib import Path
 from finetune.core.errors import Exit, Problem, UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or site-packages
-LINKED = "libgcc_s.so.1"
+ADDRESSES = ("hf:", "http:", "https:")
+# Names that linker scripts of gcc and glibc may give without a folder
+LINKED = (
+    "libgcc_s.so.1",
+    "libgcc.a",
+    "libgcc_eh.a",
+    "libc.so.6",
+    "libc_nonshared.a",
+    "libm.so.6",
+    "libmvec.so.1",
+)
 _OWN = {"benchmarks", "finetune", "scripts", "tests"}  # folders of a checkout that hold Python files
 
 
@@ -22,7 +32,7 @@ def leave_working_directory() -> None:
 
     Raises:
         UserError: the working directory does not exist any more, its name is not UTF-8, its link `src` leads
-            to itself, or `check_linked_files` (exit 3).
+            to itself, or `check_working_directory` (exit 3).
     """
     try:
         here = os.path.realpath(os.getcwd())
@@ -39,7 +49,7 @@ def leave_working_directory() -> None:
             ),
             code=Exit.ENVIRONMENT,
         ) from None
-    check_linked_files()
+    check_working_directory()
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if Path(here) != ROOT or _has_added_modules():
         sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
@@ -49,20 +59,33 @@ def leave_working_directory() -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(entries), "PYTHONSAFEPATH": "1"}
 
 
-def check_linked_files() -> None:
-    """Refuse a working directory with a library that a compiler would link into GPU kernels.
+def check_working_directory() -> None:
+    """Refuse a working directory with files that libraries would take for others.
 
-    Triton starts gcc in the working directory. gcc's own libgcc_s.so is a script that names libgcc_s.so.1
-    without a folder, and GNU ld looks for such a name in the working directory first.
+    `datasets` takes `hf://...` for a local file if `hf:/` is a mount point.
+
+    Triton starts gcc in the working directory. gcc's own libgcc_s.so is a script that names libgcc_s.so.1 or
+    libgcc.a without a folder, and GNU ld looks for such a name in the working directory first.
 
     Raises:
-        UserError: the file exists (exit 3).
+        UserError: such an entry exists (exit 3).
     """
-    if os.path.lexists(LINKED):
+    for name in filter(os.path.lexists, ADDRESSES):
         raise UserError(
             Problem(
-                f"the working directory has a file {LINKED}",
-                where=os.path.abspath(LINKED),
+                f"the working directory has an entry {name}",
+                where=os.path.abspath(name),
+                fix="run the command in another folder, or rename the entry",
+                why=f"`datasets` can take addresses that begin with {name}// for files in it",
+                code="unsafe-file",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
+    for name in filter(os.path.lexists, LINKED):
+        raise UserError(
+            Problem(
+                f"the working directory has a file {name}",
+                where=os.path.abspath(name),
                 fix="run the command in another folder, or rename the file",
                 why="the compiler of GPU kernels would use it in place of the system's file",
                 code="unsafe-file",

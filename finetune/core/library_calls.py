@@ -34,7 +34,7 @@ def library_call(doing: str) -> Callable[[Callable[Arguments, Result]], Callable
             _check_call(function.__qualname__, signature, args, kwargs)
             with _same_environment(), torch_settings.usual(), only_user_errors(doing):
                 switch_off_telemetry()  # before the function imports libraries
-                import_paths.check_linked_files()
+                import_paths.check_working_directory()
                 os.environ["PYTHONSAFEPATH"] = "1"  # processes import nothing from the working directory
                 return function(*args, **kwargs)
 

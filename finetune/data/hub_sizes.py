@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from finetune.core.errors import Problem, UserError
 from finetune.data import read_limits
 from finetune.data.read_limits import ArchiveStream, Limits
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
+# First bytes of archives and compressed files that `datasets` would unpack: zip, zstd, lz4, 7z and rar
+ARCHIVES = (
+    b"PK\x03\x04",
+    b"PK\x05\x06",
+    b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18",
+    b"7z\xbc\xaf\x27\x1c",
+    b"Rar!",
+)
 # In bytes. Reading a larger file twice would take too long.
 LARGEST = 64 * 2**20
 
@@ -25,7 +35,7 @@ def check(builder: DatasetBuilder, name: str, limits: Limits) -> None:
     This downloads the files to the place in the Hub's cache where `datasets` looks for them.
 
     Raises:
-        UserError: a file expands to more bytes than the limits allow (exit 2).
+        UserError: a file expands to more bytes than the limits allow, or is an archive (exit 2).
     """
     from huggingface_hub import hf_hub_download
 
@@ -41,7 +51,20 @@ def check(builder: DatasetBuilder, name: str, limits: Limits) -> None:
 
 def _check_file(path: Path, limits: Limits) -> None:
     with path.open("rb") as file:
-        if read_limits.is_compressed(file.read(6)):
+        start = file.read(512)
+        if start.startswith(ARCHIVES) or start[257:262] == b"ustar":
+            raise UserError(
+                Problem(
+                    "finetune does not read this kind of archive from the Hub",
+                    "data.name",
+                    found=f"{path.name}: a zip, tar, zstd, lz4, 7z or rar file",
+                    expected="plain files, gzip, bzip2 or xz",
+                    fix="data.revision: refs/convert/parquet, or download and unpack the file",
+                    why="finetune can't limit how much it expands",
+                    code="data-size",
+                )
+            )
+        if read_limits.is_compressed(start):
             file.seek(0)
             ArchiveStream(file, path, limits).rest()
     if path.suffix not in (".parquet", ".arrow") or path.stat().st_size > LARGEST:

@@ -14,7 +14,7 @@ from finetune.core.errors import UserError
 from finetune.core.paths import local_path
 from finetune.core.weight_files import find_weight_files
 from finetune.hub import client
-from finetune.models import checkpoint_headers
+from finetune.models import checkpoint_headers, model_files
 from finetune.recipe.schema import Model, Publish
 
 KEY = "model.name"
@@ -56,12 +56,14 @@ def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool
 
     Raises:
         UserError: the model is a local folder with links that leave it, special files, files that are too
-            large to read, or damaged weights (exit 2).
+            large to read, or damaged weights. Or a folder here has the name of a model on the Hub (exit 2).
     """
+    of_run = model.model_copy(update={"revision": config.get("revision") or model.revision})
+    model_files.check_revision(of_run)
     local = Path(model.name) if local_path(model.name) else None
     name = publish.base_model or (model.name if local is None else local.name)
     on_hub = publish.base_model is not None or local is None
-    revision = (config.get("revision") or model.revision) if local is None else None
+    revision = of_run.revision if local is None else None
     hashes = {}
     if local and local.is_dir():
         untrusted_files.check_links(regular_files.entries(local), KEY)

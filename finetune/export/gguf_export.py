@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -169,7 +170,10 @@ def rows_of(tensors: list[gguf_families.GgufTensor], source: gguf_file.Checkpoin
 
 def quantize_with_llama_cpp(whole: Path, path: Path, kind: str) -> None:
     """Quantize a file with llama.cpp's own program, and delete the file that it was made from."""
-    done = subprocess.run([QUANTIZER, str(whole), str(path), kind.upper()], capture_output=True, text=True)
+    program = os.path.abspath(shutil.which(QUANTIZER) or QUANTIZER)
+    words = [program, str(whole.absolute()), str(path.absolute()), kind.upper()]
+    with tempfile.TemporaryDirectory() as empty:  # it would load backends from the working directory
+        done = subprocess.run(words, capture_output=True, text=True, cwd=empty)
     if done.returncode or not path.exists():
         raise UserError(
             Problem(

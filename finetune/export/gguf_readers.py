@@ -6,9 +6,11 @@ import contextlib
 import copy
 import importlib
 import json
+import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -93,14 +95,14 @@ def _xllamacpp(path: Path, context: int, lora: Path | None) -> Iterator[Reader]:
 
 
 def _llama_server(program: str, path: Path, context: int, lora: Path | None) -> Iterator[Reader]:
-    """Start the program `llama-server` of llama.cpp."""
+    """Start the program `llama-server` of llama.cpp, in a folder where it finds no backends of a stranger."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     words = [
-        program,
+        os.path.abspath(program),
         "-m",
-        str(path),
+        str(path.absolute()),
         "--host",
         "127.0.0.1",
         "--port",
@@ -120,20 +122,22 @@ def _llama_server(program: str, path: Path, context: int, lora: Path | None) -> 
         "--no-warmup",
         "--jinja",
     ]
-    words += ["--lora", str(lora)] if lora else []
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTUP
-        while process.poll() is None and time.monotonic() < end:
-            # While it loads the model, the server rejects requests, which is a ValueError
-            with contextlib.suppress(URLError, ConnectionError, TimeoutError, ValueError):
-                _ask(f"{address}/health")
-                break
-            time.sleep(0.2)
-        yield _server_reader("llama.cpp (llama-server)", address, path)
-    finally:
-        process.kill()
-        process.wait()
+    words += ["--lora", str(lora.absolute())] if lora else []
+    silent = subprocess.DEVNULL
+    with tempfile.TemporaryDirectory() as empty:
+        process = subprocess.Popen(words, stdout=silent, stderr=silent, cwd=empty)
+        try:
+            address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTUP
+            while process.poll() is None and time.monotonic() < end:
+                # While it loads the model, the server rejects requests, which is a ValueError
+                with contextlib.suppress(URLError, ConnectionError, TimeoutError, ValueError):
+                    _ask(f"{address}/health")
+                    break
+                time.sleep(0.2)
+            yield _server_reader("llama.cpp (llama-server)", address, path)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _server_reader(name: str, address: str, path: Path) -> Reader:

@@ -47,6 +47,14 @@ def check_exists(model: Model) -> None:
 def check_folder(model: Model) -> None:
     """Check the files of a local model, and that it has no revision (exit 2)."""
     check_exists(model)
+    check_revision(model)
+    if Path(model.name).is_dir():
+        untrusted_files.check_model(Path(model.name), "model.name")
+        _check_old_quantization(Path(model.name))
+
+
+def check_revision(model: Model) -> None:
+    """Check that a model with a revision is no local folder (exit 2)."""
     if model.revision and Path(model.name).exists():
         raise UserError(
             Problem(
@@ -58,9 +66,6 @@ def check_folder(model: Model) -> None:
                 code="recipe-conflict",
             )
         )
-    if Path(model.name).is_dir():
-        untrusted_files.check_model(Path(model.name), "model.name")
-        _check_old_quantization(Path(model.name))
 
 
 def _check_old_quantization(folder: Path) -> None:

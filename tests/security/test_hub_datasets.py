@@ -7,6 +7,7 @@ import json
 import lzma
 import pickle
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,19 @@ def test_small_file_that_expands_is_refused_before_it_is_read(kind: str, dataset
     datasets_hub.add("me/bomb", **{f"data/train.{kind}": content})
     with pytest.raises(UserError, match="the uncompressed file is too large"):
         read("me/bomb")
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "train.parquet", "train.jsonl.zst"])
+@pytest.mark.parametrize("kind", ["zip", "zstd", "tar"])
+def test_archive_of_the_hub_is_refused_under_any_name(name: str, kind: str, datasets_hub: Hub) -> None:
+    """`datasets` unpacks a file by its first bytes."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.jsonl", ROW)
+    content = {"zip": file.getvalue(), "zstd": b"\x28\xb5\x2f\xfd" + bytes(20), "tar": tar_of_pickles()}
+    datasets_hub.add("me/packed", **{f"data/{name}": content[kind]})
+    with pytest.raises(UserError, match="does not read this kind of archive"):
+        read("me/packed")
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])

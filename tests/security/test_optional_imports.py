@@ -9,6 +9,7 @@ import pytest
 
 from finetune.core import import_paths, library_calls, packages
 from finetune.core.errors import UserError
+from finetune.export import gguf_export, gguf_readers
 from finetune.launch import launcher
 from support.paths import DATA, MODEL, ROOT
 
@@ -114,14 +115,16 @@ def test_link_src_to_itself_is_named(folder: Path) -> None:
     assert done.returncode == 3 and "its link `src` leads to itself" in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["file", "link"])
-def test_library_that_a_compiler_would_link_is_refused(kind: str, folder: Path, monkeypatch) -> None:
-    library = folder / import_paths.LINKED
+@pytest.mark.parametrize(("name", "kind"), [("libgcc_s.so.1", "file"), ("libgcc.a", "link"), ("hf:", "link")])
+def test_name_that_a_library_would_take_for_another_is_refused(
+    name: str, kind: str, folder: Path, monkeypatch
+) -> None:
+    library = folder / name
     library.write_text("") if kind == "file" else library.symlink_to("/nowhere")
     done = run(console_script("check", "recipe.yaml"), folder)
-    assert done.returncode == 3 and import_paths.LINKED in done.stderr
+    assert done.returncode == 3 and name in done.stderr
     monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match=import_paths.LINKED):
+    with pytest.raises(UserError, match=name):
         library_calls.library_call("tested")(lambda: None)()
 
 
@@ -149,6 +152,31 @@ def test_workers_of_deepspeed_do_not_get_the_working_directory(folder: Path, mon
     assert str(folder) in launch.prepare_deepspeed_cmd_env(arguments)[1]["PYTHONPATH"]
     launcher.keep_import_path()
     assert launch.prepare_deepspeed_cmd_env(arguments)[1]["PYTHONPATH"] == str(ROOT)
+
+
+PROGRAM = '#!/bin/sh\npwd > "{place}"\n[ -n "$3" ] && [ "$1" != -m ] && cp "$1" "$2"\nexit 0\n'
+
+
+@pytest.mark.parametrize("program", ["llama-quantize", "llama-server"])
+def test_programs_of_llama_cpp_start_in_a_folder_of_their_own(
+    program: str, folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """llama.cpp loads `libggml-*.so` of the folder in which it starts."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / program).write_text(PROGRAM.format(place=tmp_path / "started in"))
+    (tmp_path / "bin" / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(folder)
+    Path("whole.gguf").write_text("content")
+    if program == "llama-quantize":
+        gguf_export.quantize_with_llama_cpp(Path("whole.gguf"), Path("small.gguf"), "q4_k_m")
+        assert Path("small.gguf").read_text() == "content"
+    else:
+        server = gguf_readers._llama_server(str(tmp_path / "bin" / program), Path("whole.gguf"), 8, None)
+        with pytest.raises(ValueError, match="GGUF magic invalid"):  # of the file, after the start
+            next(server)
+    place = Path((tmp_path / "started in").read_text().strip())
+    assert place != folder and not place.exists()
 
 
 CHILDREN = """
