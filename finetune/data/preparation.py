@@ -371,20 +371,8 @@ def sequences(data: Data, audit: Audit, times: list[NDArray[np.int64]]) -> Seque
 
     Args:
         times: how often each document is used, one array per source.
-
-    Raises:
-        UserError: the weights select no document (exit 2).
     """
     order = np.repeat(np.arange(len(audit.lengths)), np.concatenate(times))
-    if not len(order):
-        raise UserError(
-            Problem(
-                "the weights of the sources select no example",
-                "data.name",
-                fix="weight: 1",
-                code="data-empty",
-            )
-        )
     if not data.packing:
         return Sequences(order, np.ones_like(order), 1.0)
     lengths = np.frombuffer(audit.lengths, np.int32)[order]

@@ -24,8 +24,8 @@ from tokenizers import processors
 from transformers import GenerationConfig
 
 from finetune.autoconfig import launch_settings, mixed_precision
-from finetune.core import packages, standard_streams, upstream_private
-from finetune.core.errors import Exit, Problem, UserError, first_line, raise_if_any
+from finetune.core import standard_streams, upstream_private
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, task_guard, tasks
 from finetune.models import model_files, token_limits
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from lm_eval.api.task import Task
-    from lm_eval.tasks import TaskManager
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -50,8 +49,6 @@ EXPECTED = re.compile(
     r"`pretrained` model kwarg|Passed an already-initialized|Custom kwargs can be passed|"
     r"\[Task: .*\] (metric|has_)|Overwriting default num_fewshot|generation_kwargs"
 )
-# Errors that lm-eval raises for a task file that it cannot run. It validates few of the values itself
-REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
 
 # metric -> its value from the mean of (log-likelihood, weight) over the examples
 PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
@@ -90,7 +87,7 @@ def check(settings: Eval, requested: Model | None = None) -> dict[str, Iterable[
 
         known = any(isinstance(spec, str) for spec in theirs)
         with heard(), task_guard.guarded():
-            loaded = _loaded(TaskManager(include_defaults=known), theirs)
+            loaded = task_guard.load(TaskManager(include_defaults=known), theirs)
         for name, task in loaded.items():
             raise_if_any(filter(None, [task_guard.check_code(name, task)]))
             counts[name] = len(task.eval_docs)
@@ -127,11 +124,13 @@ def texts(
 
     specs, found = list(map(_theirs, settings.tasks)), []
     with heard(), task_guard.guarded():
-        loaded = _loaded(TaskManager(include_defaults=any(isinstance(spec, str) for spec in specs)), specs)
+        loaded = task_guard.load(
+            TaskManager(include_defaults=any(isinstance(spec, str) for spec in specs)), specs
+        )
         for name, task in loaded.items():
             try:
                 _build_requests(task, settings, tokenizer, date)
-            except REFUSALS as error:
+            except task_guard.REFUSALS as error:
                 raise _failure(error, name) from error
             for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
                 found.append(_text_of(f"{name}, example {number + 1}", list(requests)))
@@ -197,46 +196,6 @@ def _theirs(name: str) -> str | dict[str, Any]:
     made = lm_eval_tasks.config(tasks.file(name))
     lm_eval_tasks.check_registered(made)
     return made
-
-
-def _loaded(manager: TaskManager, specs: list[Any]) -> dict[str, Any]:
-    """Load lm-eval's tasks by name, and convert its errors to UserErrors."""
-    named = [name for name in specs if isinstance(name, str)]
-    raise_if_any(tasks.unknown(named, set(manager.all_tasks)))
-    try:
-        return manager.load(specs)["tasks"]
-    except ImportError as error:
-        raise UserError(
-            Problem(
-                "a task needs a package that is not installed",
-                "eval.tasks",
-                found=first_line(error),
-                fix=packages.install_command(error.name or "'lm-eval[tasks]'"),
-                code="package-missing",
-            ),
-            code=Exit.ENVIRONMENT,
-        ) from error
-    except (ConnectionError, OSError) as error:
-        raise UserError(
-            Problem(
-                "lm-eval can't load the data of a task",
-                "eval.tasks",
-                found=first_line(error),
-                fix="check the network, or use a local task file",
-                code="hub",
-            ),
-            code=Exit.ENVIRONMENT,
-        ) from error
-    except REFUSALS as error:
-        raise UserError(
-            Problem(
-                "lm-eval can't load a task",
-                "eval.tasks",
-                found=str(error)[:300],
-                fix="correct the task file, or remove the task",
-                code="eval-task",
-            )
-        ) from error
 
 
 def run(
@@ -364,7 +323,7 @@ def _evaluate(
                     # replaces it
                     bootstrap_iters=0,
                 )
-            except REFUSALS as error:
+            except task_guard.REFUSALS as error:
                 # A perplexity that overflows, or `max_gen_toks` beyond the context, can end any task. Other
                 # errors come from the values of a task file. Without such a file they are bugs in finetune.
                 if not (

@@ -1,4 +1,4 @@
-"""Let lm-eval's own tasks run no script and read no folder of the working directory.
+"""Load lm-eval's own tasks, and let them run no script and read no folder of the working directory.
 
 The code of these tasks calls `evaluate.load(NAME)`, which runs a script of the working directory or of the
 Hub. It calls `datasets.load_dataset(NAME)`, which reads a folder of the working directory in place of the
@@ -15,14 +15,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from finetune.core.errors import Problem, UserError
+from finetune.core import packages
+from finetune.core.errors import Exit, Problem, UserError, first_line, raise_if_any
 from finetune.data import hub_datasets
+from finetune.evaluation import tasks
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 # Tasks that run the model's text with `exec`, `eval` or a shell, in lm-eval 0.4.13 (cruxeval/utils.py,
 # longproc/metrics.py, noreval/ask_gec/errant.py). Some of them lack `unsafe_code: true`.
 RUN_CODE = re.compile("cruxeval_.*|longproc_countdown_.*|ask_gec_.*")
+# Errors that lm-eval raises for a task file that it cannot run. It validates few of the values itself
+REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
 
 
 @contextlib.contextmanager
@@ -92,3 +99,43 @@ def _refuse_script(path: str = "", *_: Any, **__: Any) -> NoReturn:
             code="eval-task",
         )
     )
+
+
+def load(manager: TaskManager, specs: list[Any]) -> dict[str, Any]:
+    """Load lm-eval's tasks by name, and convert its errors to UserErrors."""
+    named = [name for name in specs if isinstance(name, str)]
+    raise_if_any(tasks.unknown(named, set(manager.all_tasks)))
+    try:
+        return manager.load(specs)["tasks"]
+    except ImportError as error:
+        raise UserError(
+            Problem(
+                "a task needs a package that is not installed",
+                "eval.tasks",
+                found=first_line(error),
+                fix=packages.install_command(error.name or "'lm-eval[tasks]'"),
+                code="package-missing",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
+    except (ConnectionError, OSError) as error:
+        raise UserError(
+            Problem(
+                "lm-eval can't load the data of a task",
+                "eval.tasks",
+                found=first_line(error),
+                fix="check the network, or use a local task file",
+                code="hub",
+            ),
+            code=Exit.ENVIRONMENT,
+        ) from error
+    except REFUSALS as error:
+        raise UserError(
+            Problem(
+                "lm-eval can't load a task",
+                "eval.tasks",
+                found=str(error)[:300],
+                fix="correct the task file, or remove the task",
+                code="eval-task",
+            )
+        ) from error

@@ -20,7 +20,7 @@ from finetune.cli import main
 from finetune.core import untrusted_files
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
-from finetune.evaluation import lm_eval_harness
+from finetune.evaluation import task_guard
 from finetune.models import loading, model_files, tokenizer_setup
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
@@ -146,7 +146,7 @@ def test_name_of_a_task_is_not_a_path(name: str, evil, monkeypatch) -> None:
     monkeypatch.chdir(evil)
     (evil / "evil.json").write_text("task: evil\nprocess_docs: !function evil.run\n")
     with pytest.raises(UserError, match="no such task"):
-        lm_eval_harness._loaded(TaskManager(include_defaults=False), [name])
+        task_guard.load(TaskManager(include_defaults=False), [name])
 
 
 CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer_config.json", "generation_config.json"

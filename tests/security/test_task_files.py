@@ -18,6 +18,7 @@ from finetune.evaluation import (
     lm_eval_tasks,
     results,
     task_data,
+    task_guard,
     task_keys,
     tasks,
 )
@@ -281,7 +282,7 @@ def loaded(path: Path) -> Any:
     from lm_eval.tasks import TaskManager
 
     spec = lm_eval_harness._theirs(str(path))
-    return lm_eval_harness._loaded(TaskManager(include_defaults=False), [spec])["theirs"]
+    return task_guard.load(TaskManager(include_defaults=False), [spec])["theirs"]
 
 
 @pytest.mark.parametrize(

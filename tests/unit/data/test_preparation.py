@@ -198,7 +198,7 @@ def test_nothing_left_is_a_message_whatever_the_cause(tmp_path, tokenizer) -> No
     seldom = {"name": write(tmp_path / "b.jsonl", "x"), "weight": 0.001}
     for more in ({"expect": {"malformed": 1.0}}, {"name": [seldom]}):
         data = Data.model_validate({"name": str(path), "cache_dir": str(tmp_path / "c"), **more})
-        with pytest.raises(UserError, match=r"none of the 1 examples has a token|select no example"):
+        with pytest.raises(UserError, match=r"none of the 1 examples has a token|uses none of its examples"):
             prepare(data, tokenizer, 0, None)
 
 
