@@ -14,7 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,18 +272,23 @@ def find(config: str) -> Path:
     return shelf
 
 
-def keep_import_path() -> None:
+@contextlib.contextmanager
+def keep_import_path() -> Iterator[None]:
     """Start DeepSpeed's workers without the working directory on their import path.
 
     Accelerate would add it (`prepare_deepspeed_cmd_env`), and Python imports a `sitecustomize.py` from there.
-    This process is only a launcher, so the function of Accelerate is replaced in it.
+    This process is only a launcher, so Accelerate's function is replaced in it within the context.
     """
     from accelerate.utils import launch
 
     def unchanged(env_var_name: str, path_to_add: str) -> str:
         return os.environ.get(env_var_name, "")
 
-    launch.env_var_path_add = unchanged
+    before, launch.env_var_path_add = launch.env_var_path_add, unchanged
+    try:
+        yield
+    finally:
+        launch.env_var_path_add = before
 
 
 def main(given: list[str]) -> int:
@@ -311,8 +316,8 @@ def main(given: list[str]) -> int:
         config = accelerate_config.read(files[0]) if files else {}
         check_shares(arguments, config)
         begin_again(arguments, config)
-        keep_import_path()
-        launch_command(arguments)
+        with keep_import_path():
+            launch_command(arguments)
     except ValueError as error:  # Accelerate has refused its options
         _say_problems(
             Problem(

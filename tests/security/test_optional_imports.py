@@ -133,7 +133,6 @@ def test_workers_of_deepspeed_do_not_get_the_working_directory(folder: Path, mon
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import launch
 
-    monkeypatch.setattr(launch, "env_var_path_add", launch.env_var_path_add)  # restores it
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = [
@@ -150,8 +149,8 @@ def test_workers_of_deepspeed_do_not_get_the_working_directory(folder: Path, mon
     arguments = launch_command_parser().parse_args(given)
     arguments.deepspeed_fields_from_accelerate_config = ""
     assert str(folder) in launch.prepare_deepspeed_cmd_env(arguments)[1]["PYTHONPATH"]
-    launcher.keep_import_path()
-    assert launch.prepare_deepspeed_cmd_env(arguments)[1]["PYTHONPATH"] == str(ROOT)
+    with launcher.keep_import_path():
+        assert launch.prepare_deepspeed_cmd_env(arguments)[1]["PYTHONPATH"] == str(ROOT)
 
 
 PROGRAM = '#!/bin/sh\npwd > "{place}"\n[ -n "$3" ] && [ "$1" != -m ] && cp "$1" "$2"\nexit 0\n'
