@@ -58,6 +58,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
     ),
     "export/folder_export.py": ({"copyfile"}, "a new folder of `private_folder`"),
     "export/gguf_export.py": ({"TemporaryDirectory"}, "a new temporary folder"),
+    "export/gguf_readers.py": ({"TemporaryDirectory"}, "a new temporary folder"),
     "export/staged_files.py": (
         {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text"},
         "a new temporary folder",
