@@ -83,12 +83,19 @@ def test_assigned_to_imports_finds_each_kind(text: str, found: list[str]) -> Non
     assert list(assigned_to_imports(text)) == found
 
 
+# Replaced within a context alone: code of a stranger would run through them, and there is no other way in
+RESTORED = {
+    "finetune/evaluation/task_guard.py": ["datasets.load_dataset", "datasets.load_dataset"],
+    "finetune/launch/launcher.py": ["launch.env_var_path_add", "launch.env_var_path_add"],
+}
+
+
 def test_no_source_assigns_to_what_another_library_exports() -> None:
     found = {
         path.relative_to(ROOT).as_posix(): list(assigned_to_imports(path.read_text()))
         for path in (ROOT / "finetune").rglob("*.py")
     }
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in found.items() if names} == RESTORED
 
 
 def test_changes_finds_another_method_a_lost_one_and_a_new_one() -> None:
