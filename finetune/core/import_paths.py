@@ -6,20 +6,29 @@ import os
 import sys
 from pathlib import Path
 
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or site-packages
-ADDRESSES = ("hf:", "http:", "https:")
-# Names that linker scripts of gcc and glibc may give without a folder
-LINKED = (
-    "libgcc_s.so.1",
-    "libgcc.a",
-    "libgcc_eh.a",
-    "libc.so.6",
-    "libc_nonshared.a",
-    "libm.so.6",
-    "libmvec.so.1",
-)
+# Entry of a working directory that libraries would take for another one -> why. Linker scripts of gcc and
+# glibc can name these libraries without a folder.
+UNSAFE = {
+    **dict.fromkeys(
+        ("hf:", "http:", "https:"),
+        "`datasets` can take addresses that begin with this for files of the folder",
+    ),
+    **dict.fromkeys(
+        (
+            "libgcc_s.so.1",
+            "libgcc.a",
+            "libgcc_eh.a",
+            "libc.so.6",
+            "libc_nonshared.a",
+            "libm.so.6",
+            "libmvec.so.1",
+        ),
+        "the compiler of GPU kernels would use it in place of the system's file",
+    ),
+}
 _OWN = {"benchmarks", "finetune", "scripts", "tests"}  # folders of a checkout that hold Python files
 
 
@@ -60,38 +69,29 @@ def leave_working_directory() -> None:
 
 
 def check_working_directory() -> None:
-    """Refuse a working directory with files that libraries would take for others.
+    """Refuse a working directory with entries that libraries would take for others.
 
-    `datasets` takes `hf://...` for a local file if `hf:/` is a mount point.
-
-    Triton starts gcc in the working directory. gcc's own libgcc_s.so is a script that names libgcc_s.so.1 or
-    libgcc.a without a folder, and GNU ld looks for such a name in the working directory first.
+    `datasets` takes `hf://...` for a local file if `hf:/` is a mount point. Triton starts gcc in the working
+    directory. gcc's own libgcc_s.so is a script, which names libgcc_s.so.1 or libgcc.a without a folder.
+    GNU ld looks for such a name in the working directory first.
 
     Raises:
-        UserError: such an entry exists (exit 3).
+        UserError: every such entry (exit 3).
     """
-    for name in filter(os.path.lexists, ADDRESSES):
-        raise UserError(
+    raise_if_any(
+        (
             Problem(
                 f"the working directory has an entry {name}",
                 where=os.path.abspath(name),
                 fix="run the command in another folder, or rename the entry",
-                why=f"`datasets` can take addresses that begin with {name}// for files in it",
+                why=why,
                 code="unsafe-file",
-            ),
-            code=Exit.ENVIRONMENT,
-        )
-    for name in filter(os.path.lexists, LINKED):
-        raise UserError(
-            Problem(
-                f"the working directory has a file {name}",
-                where=os.path.abspath(name),
-                fix="run the command in another folder, or rename the file",
-                why="the compiler of GPU kernels would use it in place of the system's file",
-                code="unsafe-file",
-            ),
-            code=Exit.ENVIRONMENT,
-        )
+            )
+            for name, why in UNSAFE.items()
+            if os.path.lexists(name)
+        ),
+        code=Exit.ENVIRONMENT,
+    )
 
 
 def _has_added_modules() -> bool:

@@ -314,7 +314,7 @@ def check_first(
     drawn = source_loading.draw_held_out(data, seed) if not partial else set[int]()
     places, times, validation = list[str](), list[Any](), list[Any]()
     for source, key, rows, _ in first:
-        name, before = source_loading.title(source), source_weights.start(audit)
+        name, before = source_loading.title(source), source_weights.counted_so_far(audit)
         sides = {True: list[Any](), False: list[Any]()}
         for row in rows:
             held_out = key == "data.validation" or source_loading.is_held_out(row, data, drawn, seed)
@@ -461,7 +461,7 @@ def _build(
     times = []  # how often each document is used per epoch
     with contextlib.closing(documents):
         for source in source_loading.sources(data):
-            name, before = source_loading.title(source), source_weights.start(audit)
+            name, before = source_loading.title(source), source_weights.counted_so_far(audit)
             for example, found in audited(
                 source_loading.training(data, source, drawn, seed), data, audit, name
             ):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Source
 
 
-def start(audit: Audit) -> tuple[int, int, int]:
+def counted_so_far(audit: Audit) -> tuple[int, int, int]:
     """Return the documents, rows and tokens that an audit has counted before a source."""
     return len(audit.lengths), audit.report.rows, audit.report.tokens
 
@@ -30,7 +30,7 @@ def count(
 
     Args:
         audit: it has counted the source last.
-        before: `start` before the source.
+        before: `counted_so_far` before the source.
         seed: `train.seed`.
     """
     documents, rows, tokens = before

@@ -250,13 +250,14 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
             )
         )
     drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
+    stops = scoring.stop_ids(voice.weights, tokenizer)
     config = GenerationConfig(
         **drawn,
         max_new_tokens=min(talk.max_new_tokens, longest - len(ids)) if longest else talk.max_new_tokens,
-        eos_token_id=scoring.stop_ids(voice.weights, tokenizer),
+        eos_token_id=stops,
         pad_token_id=tokenizer.pad_token_id,
     )
-    listener = Listener(tokenizer, heard, scoring.stop_ids(voice.weights, tokenizer))
+    listener = Listener(tokenizer, heard, stops)
     prompt = torch.tensor([ids], device=voice.weights.device)
     with voice.adapter(), scoring.inference(voice.weights):
         scoring.run_generate(voice.weights, config, prompt, streamer=listener)

@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from finetune.autoconfig import launch_settings, mixed_precision
 from finetune.core import standard_streams, upstream_private
-from finetune.core.errors import Exit, Problem, UserError, raise_if_any
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, task_guard, tasks
 from finetune.models import model_files, token_limits
@@ -89,7 +89,7 @@ def check(settings: Eval, requested: Model | None = None) -> dict[str, Iterable[
         with heard(), task_guard.guarded():
             loaded = task_guard.load(TaskManager(include_defaults=known), theirs)
         for name, task in loaded.items():
-            raise_if_any(filter(None, [task_guard.check_code(name, task)]))
+            task_guard.check_code(name, task)
             counts[name] = len(task.eval_docs)
             metrics[name] = metric_names(task)
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]

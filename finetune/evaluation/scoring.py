@@ -200,7 +200,7 @@ def references(
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stops: Collection[int]) -> str:
     """Return the text of an answer before the first token that ends it.
 
-    This token is not always a special token of the tokenizer, for example one of `model.add_tokens`.
+    This token may be no special token of the tokenizer, for example a token of `model.add_tokens`.
     """
     end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
     return str(tokenizer.decode(list(ids[:end]), skip_special_tokens=True))
@@ -347,12 +347,12 @@ def batches(
 
 
 def stop_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: those used in training, and those that the model declares."""
+    """Return the tokens that end an answer in training, and the tokens that the model declares."""
     return sorted(encoding.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
 
 
 def stops(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return the tokens that end an answer of an evaluation, and those that the model declares."""
+    """Return the tokens that end an answer of an evaluation, and the tokens that the model declares."""
     return {"answers": stop_ids(model, tokenizer), "model": sorted(declared_stops(model.generation_config))}
 
 

@@ -11,10 +11,10 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from finetune.core import packages
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Tasks that run the model's text with `exec`, `eval` or a shell, in lm-eval 0.4.13 (cruxeval/utils.py,
 # longproc/metrics.py, noreval/ask_gec/errant.py). Some of them lack `unsafe_code: true`.
 RUN_CODE = re.compile("cruxeval_.*|longproc_countdown_.*|ask_gec_.*")
+SCRIPTS = ("evaluate", "_refuse_script")  # names of the package and of its `load` within `guarded`
 # Errors that lm-eval raises for a task file that it cannot run. It validates few of the values itself
 REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
 
@@ -36,7 +37,7 @@ REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
 def guarded() -> Iterator[None]:
     """Load and run lm-eval's tasks without scripts and without folders of the working directory.
 
-    The code of the tasks calls these functions directly, so both are replaced within the context.
+    The code of the tasks calls two functions by name, so both are replaced within the context.
 
     Raises:
         UserError: a task needs a script, or the working directory has a folder with the name of a dataset
@@ -57,17 +58,66 @@ def guarded() -> Iterator[None]:
             sys.modules["evaluate"] = evaluate
 
 
-def check_code(name: str, task: Any) -> Problem | None:
-    """Return a problem for a loaded task that runs code which the model writes."""
-    if not (getattr(task, "UNSAFE_CODE", False) or RUN_CODE.fullmatch(name)):
-        return None
-    return Problem(
-        f"the task `{name}` is not allowed",
-        "eval.tasks",
-        fix="remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox",
-        why="it runs code that the model writes",
-        code="eval-task",
-    )
+def check_code(name: str, task: Any) -> None:
+    """Refuse a loaded task that runs code of the model, or that would need a script for its scores.
+
+    Raises:
+        UserError: before the evaluation, and not after the training (exit 2).
+    """
+    if getattr(task, "UNSAFE_CODE", False) or RUN_CODE.fullmatch(name):
+        raise UserError(
+            Problem(
+                f"the task `{name}` is not allowed",
+                "eval.tasks",
+                fix="remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox",
+                why="it runs code that the model writes",
+                code="eval-task",
+            )
+        )
+    if any(map(loads_script, _functions_of(task))):
+        raise _script(f"the task `{name}` needs a metric script")
+
+
+def _functions_of(task: Any) -> Iterator[FunctionType]:
+    """Yield the functions that a task's configuration names, and the methods of a task with its own class."""
+    yield from _functions(vars(task.config))
+    if type(task).__module__.startswith("lm_eval.tasks."):
+        yield from _functions(vars(type(task)))
+
+
+def _functions(value: object) -> Iterator[FunctionType]:
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, partial):
+        yield from _functions(value.func)
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _functions(one)
+
+
+def loads_script(function: FunctionType) -> bool:
+    """Return whether a function, or another function of its module that it calls, uses `evaluate.load`."""
+    waiting, seen = [function], {function}
+    while waiting:
+        one = waiting.pop()
+        names = set(_names(one.__code__))
+        known = {name: one.__globals__[name] for name in names & one.__globals__.keys()}
+        is_named = {"evaluate", "load"} <= names  # an import inside of the function
+        if is_named or any(getattr(value, "__name__", "") in SCRIPTS for value in known.values()):
+            return True
+        own = {value for value in known.values() if isinstance(value, FunctionType)} - seen
+        own = {value for value in own if value.__module__ == function.__module__}
+        seen |= own
+        waiting += own
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function's code uses, and the names in the functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _from_hub(load: Callable[..., Any], path: str, *arguments: Any, **options: Any) -> Any:
@@ -90,9 +140,13 @@ def _from_hub(load: Callable[..., Any], path: str, *arguments: Any, **options: A
 
 def _refuse_script(path: str = "", *_: Any, **__: Any) -> NoReturn:
     """Refuse what `evaluate.load` would run. lm-eval itself continues if it looks for an unknown metric."""
-    raise UserError(
+    raise _script(f"a task needs the metric script `{path}`")
+
+
+def _script(what: str) -> UserError:
+    return UserError(
         Problem(
-            f"a task needs the metric script `{path}` of the package evaluate",
+            f"{what} of the package evaluate",
             "eval.tasks",
             fix="remove the task, or run it with `lm_eval` in a sandbox",
             why="evaluate downloads such scripts and runs them, and finetune runs no code of a repository",
@@ -107,6 +161,8 @@ def load(manager: TaskManager, specs: list[Any]) -> dict[str, Any]:
     raise_if_any(tasks.unknown(named, set(manager.all_tasks)))
     try:
         return manager.load(specs)["tasks"]
+    except RuntimeError as error:  # the code of some tasks puts the guard's error into its own
+        raise error.__context__ if isinstance(error.__context__, UserError) else error from None
     except ImportError as error:
         raise UserError(
             Problem(

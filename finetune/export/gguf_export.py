@@ -138,7 +138,7 @@ def writes_chats(job: ExportJob) -> bool:
 
 
 def opens(job: ExportJob) -> bool:
-    """Return whether prompts start with the BOS token: those of the evaluation, or else a short one."""
+    """Return whether prompts start with the BOS token: prompts of the evaluation, or else a short prompt."""
     tokenizer: Any = job.tokenizer
     if job.expected.prompts:
         prompt = job.expected.prompts[0]

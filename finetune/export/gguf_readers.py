@@ -197,7 +197,7 @@ def steps_of(tokens: list[int], held: list[dict[str, Any]]) -> dict[int, list[di
     """Return the likeliest tokens of the server's steps, by the place of the step's token in the answer.
 
     The server leaves out a token that ends within a character. So a step can belong to several places if its
-    token occurs several times. Such a step is left out, too.
+    token occurs several times. Such a step is skipped, too.
     """
     ids = [step["id"] for step in held]
     first = _places(ids, tokens)

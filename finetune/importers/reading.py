@@ -300,7 +300,7 @@ def _of_launcher(words: list[str]) -> list[str]:
 
 
 def _arguments(words: list[str], where: str) -> dict[str, Any]:
-    """Return the arguments of `trl sft`, with those of its `--config`."""
+    """Return the arguments of `trl sft`, with the arguments of its `--config`."""
     if words[0] != "sft":
         raise common.not_sft("TRL", f"`trl {words[0]}`", where)
     given: dict[str, list[Any]] = {}
@@ -356,7 +356,7 @@ def _tool_of(source: dict[str, Any], where: str) -> str:
                 where=where,
                 found=shortened(", ".join(map(str, source)), 200),
                 fix="--from axolotl, --from llamafactory or --from trl",
-                why="finetune compares the keys with those of each tool",
+                why="finetune compares these keys with the keys of each tool",
                 code="import",
             )
         )

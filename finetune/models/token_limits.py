@@ -39,7 +39,7 @@ def text_limit(config: PreTrainedConfig) -> int | None:
 
 
 def batch_limit(config: PreTrainedConfig | ModelConfig) -> int | None:
-    """Return the number of tokens beyond which a sequence changes the frequencies of its whole batch.
+    """Return the length in tokens at which a sequence begins to change the frequencies of its whole batch.
 
     transformers chooses the frequencies of `dynamic` and `longrope` embeddings by the longest sequence of a
     batch. `None`: the model has other rotary embeddings.

@@ -60,13 +60,9 @@ def check(recipe: Recipe, machine: Hardware) -> None:
     """
     raise_if_any(check_all(recipe, machine))
     if on("ACCELERATE_USE_DEEPSPEED") and not installed("deepspeed"):
-        what, fix = "ACCELERATE_USE_DEEPSPEED asks for DeepSpeed, which is not installed", "deepspeed"
-        raise UserError(
-            Problem(
-                what, fix=f"unset ACCELERATE_USE_DEEPSPEED, or {install_extra(fix)}", code="package-missing"
-            ),
-            code=Exit.ENVIRONMENT,
-        )
+        what = "ACCELERATE_USE_DEEPSPEED asks for DeepSpeed, which is not installed"
+        fix = f"unset ACCELERATE_USE_DEEPSPEED, or {install_extra('deepspeed')}"
+        raise UserError(Problem(what, fix=fix, code="package-missing"), code=Exit.ENVIRONMENT)
     package, extra = accelerate_config.FP8_PACKAGES.get(fp8().kind, ("torch", ""))
     if not installed(package):
         what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"

@@ -30,7 +30,7 @@ class Section(BaseModel):
     )
 
 
-# The error of a rule has three texts: what is wrong, what is expected, and the remedy
+# The error of a rule has three texts: the fault, the expected value and the remedy
 def _can_be_path(name: str) -> str:
     if not can_be_path(os.path.expanduser(name)):
         raise ValueError(

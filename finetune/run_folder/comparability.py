@@ -182,5 +182,5 @@ def shown(value: object) -> str:
         return "[" + ", ".join([*map(shown, value[:AT_MOST]), *more]) + "]"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) == 64 and not set(text) - set("0123456789abcdef"):
-        return f"{text[:6]}..{text[-6:]}"  # the hash of a task is that of two files, one after the other
+        return f"{text[:6]}..{text[-6:]}"  # the hash of a task joins the hashes of two files
     return shortened(text, 80)

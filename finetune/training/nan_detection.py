@@ -186,7 +186,7 @@ class NonFinite(TrainerCallback):
             return
         raise UserError(
             Problem(
-                f"all gradients of the first {FIRST} steps are 0, so nothing is trained",
+                f"all gradients of the first {FIRST} steps are 0, so no weight changes",
                 found="a gradient norm of 0",
                 fix="check the initialization of the adapter, `train.max_grad_norm` and the loss weights",
                 code="no-gradient",

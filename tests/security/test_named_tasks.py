@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
 import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import lm_eval
@@ -77,6 +81,48 @@ def test_command_refuses_a_task_that_needs_a_script(here: Path) -> None:
     with pytest.raises(UserError, match="metric script `code_eval`"):
         lm_eval_harness.check(Eval(tasks=["humaneval"]))
     assert not (here / "PWNED").exists()
+
+
+def metrics_of(module: str, *names: str) -> Any:
+    """A loaded task whose configuration names functions of a module, as lm-eval reads them."""
+    with task_guard.guarded():
+        functions = [getattr(importlib.import_module(module), name) for name in names]
+    listed = [{"metric": "m", "aggregation": function} for function in functions]
+    return SimpleNamespace(config=SimpleNamespace(metric_list=listed, doc_to_text="{{ a }}"))
+
+
+@pytest.mark.parametrize(
+    ("names", "is_refused"),
+    [(("rouge1_agg",), True), (("exact", "rouge1_agg"), True), (("exact", "process_docs"), False)],
+)
+def test_task_that_loads_a_script_for_its_scores_is_refused_before_the_evaluation(
+    names: tuple[str, ...], is_refused: bool
+) -> None:
+    """The function loads the script when it is called, after the training."""
+    task = metrics_of("lm_eval.tasks.french_bench.utils", *names)
+    with pytest.raises(UserError, match="needs a metric script") if is_refused else contextlib.nullcontext():
+        task_guard.check_code("task", task)
+
+
+def test_task_with_its_own_class_is_searched_too() -> None:
+    """squadv2: a method names a function, which calls another one that imports the package."""
+    with task_guard.guarded():
+        kind = importlib.import_module("lm_eval.tasks.squadv2.task").SQuAD2
+    task = kind.__new__(kind)
+    task._config = SimpleNamespace()
+    with pytest.raises(UserError, match="the task `squadv2` needs a metric script"):
+        task_guard.check_code("squadv2", task)
+
+
+def test_refusal_that_the_code_of_a_task_hides_is_shown() -> None:
+    """The code of meddialog raises a RuntimeError in place of every other error."""
+
+    def fails(_: object) -> None:
+        importlib.import_module("lm_eval.tasks.meddialog.utils")
+
+    manager: Any = SimpleNamespace(all_tasks=[], load=fails)
+    with task_guard.guarded(), pytest.raises(UserError, match="metric script `bleu`"):
+        task_guard.load(manager, [])
 
 
 def test_each_task_that_runs_code_is_known() -> None:

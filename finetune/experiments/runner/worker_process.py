@@ -58,7 +58,7 @@ class Ended(NamedTuple):
     """The result of a trial's process."""
 
     state: str
-    """complete, pruned, failed, or lost (which means that it is run again)."""
+    """complete, pruned, failed or lost. The study runs a lost trial again."""
     value: float | None
     reason: str
     """Empty for a complete trial."""
@@ -210,7 +210,7 @@ def _command(line: Connection, log: str, environment: dict[str, str]) -> None:
 def begin(log: str) -> None:
     """Prepare a forked run: a new session, its log, and Python's default start method for workers.
 
-    With the inherited start method, each data loader worker would import all libraries again (13 s).
+    Each data loader worker would import all libraries again (13 s) with the inherited start method.
     """
     os.setsid()  # Ctrl-C is for the parent command only
     tie()
