@@ -24,6 +24,12 @@ CLOCK = """{{- '<|im_start|>system\\nToday is ' ~ strftime_now('%d %B %Y, %H:%M'
 {%- else %}{{ m.content ~ '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+ABLATION = """
+measure: {{steps: 2, warm_up: 1, repeats: 1, held_out_rows: 0}}
+baseline: {{mixed_precision: "no", set: {{speed.loss: trl}}}}
+optimizations: [{{name: alpha, kind: memory, what: it, set: {{adapter.lora_alpha: {}}}}}]
+"""
+
 
 def text_of(tokenizer: Any, **data: Any) -> str:
     (found,) = encoder_of(tokenizer, **data)([example(TURNS)])
@@ -120,6 +126,27 @@ def test_runs_of_an_experiment_have_the_date_of_its_first_day(
     assert len({loader.load(run.recipe).data.template_date for run in runs}) == 1
     ids = {run.read("data_report.json")["validation"]["token_ids"] for run in runs}
     assert command == "compare" or len(ids) == 1, "seeds hold out other examples"
+
+
+def test_runs_of_an_ablation_have_the_date_of_its_first_run(
+    recipe_file, small, two_layers, tmp_path: Path
+) -> None:
+    (tmp_path / "clock.jinja").write_text(CLOCK)
+    text = "model: {name: '{model}'}\nadapter: {type: lora, r: 4}\n"
+    text += f"data: {{name: '{{data}}', chat_template: '{tmp_path}/clock.jinja'}}\n"
+    text += "train: {effective_batch_size: 2, learning_rate: 1e-4}\n"
+    words = ["ablate", str(recipe_file(text)), small[0], f"model.name={two_layers}", "--quiet"]
+    words += ["--output", str(tmp_path / "all"), "--optimizations"]
+    for alpha in (1, 2):
+        (tmp_path / f"{alpha}.yaml").write_text(ABLATION.format(alpha))
+    assert main.main([*words, str(tmp_path / "1.yaml")]) == 0
+    first = tmp_path / "all" / "baseline" / "recipe-baseline-1" / "recipe.resolved.yaml"
+    today = loader.load(first).data.template_date
+    assert today
+    first.write_text(first.read_text().replace(today, "2020-01-02"))  # as if it had run on this day
+    assert main.main([*words, str(tmp_path / "2.yaml")]) == 0
+    files = [path for path in (tmp_path / "all").rglob("recipe.resolved.yaml") if "aside" not in path.parts]
+    assert {loader.load(path).data.template_date for path in files} == {"2020-01-02"}
 
 
 def test_a_checkpoint_of_other_token_ids_is_refused(recipe_file, tmp_path: Path, capsys) -> None:

@@ -36,6 +36,7 @@ from finetune.hardware.detection import Hardware
 from finetune.launch import launcher
 from finetune.preflight import checker
 from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 BUSY = 0.05  # relative noise of wall-clock speed above which the CPU counts as shared
@@ -91,6 +92,12 @@ class Bench:
             for group in self.groups.values()
         ]
         return measured_run.noise(whole)
+
+    @property
+    def date(self) -> str | None:
+        """The date that the chat template got in the first run. Other dates would make other examples."""
+        first = self.of(optimizations.baseline(self.file))[:1]
+        return run_folder.own_recipe(RunFolder(Path(first[0]["run"]))).data.template_date if first else None
 
     @property
     def scale(self) -> verdict.Scale:
@@ -243,6 +250,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     validation = {"data.validation": held_out}
     validation |= {"data.validation_fraction": fraction} if fraction and not held_out else {}
     values = [*bench.request.overrides, *bench.short, *variant.overrides, *varied_keys.overrides(validation)]
+    values += [f"data.template_date={bench.date}"] * bool(bench.date)
     folder = place / f"{stem(bench.request)}-{stage}-{number}"
     named = variant.accelerate or setup.accelerate
     config = str(launcher.find(named)) if named else None
