@@ -23,7 +23,8 @@ from finetune.core.errors import Problem, UserError, nearest, raise_if_any
 from finetune.data import hints, message_weights, tool_calls
 from finetune.data.examples import BadRow, Example, Message, Row, short
 from finetune.data.json_values import json_of, size_error
-from finetune.data.messages import BESIDE, PLAIN, read, role_of, separate_results, system_text, tools
+from finetune.data.message_keys import content_of, role_of, text_of
+from finetune.data.messages import BESIDE, PLAIN, read, separate_results, system_text, tools
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data
@@ -88,7 +89,7 @@ def _first_turn(value: dict[str, Any], data: Data) -> str:
         for turn in turns if isinstance(turns, list) else ():
             named = role_of(turn) if isinstance(turn, dict) else "system"
             if data.role_map.get(str(named), named) != "system":
-                return json.dumps(turn.get("content", turn.get("value")), default=str)
+                return json.dumps(content_of(turn), default=str)
     history = value.get("history")
     if isinstance(history, list) and history and isinstance(history[0], list) and history[0]:
         return json.dumps(history[0][0], default=str)
@@ -214,11 +215,9 @@ def _unused_of_calls(turn: dict[str, Any], where: str) -> set[str]:
 def _calls_of(turn: dict[str, Any], where: str) -> list[Any]:
     """Return the tool calls of a message as they are in the row."""
     held = [turn.get("tool_calls"), turn.get("function_call")]
-    held += [
-        part.get("value") or part.get("text") for part in _parts_of(turn) if part.get("type") == "tool_call"
-    ]
+    held += [text_of(part) for part in _parts_of(turn) if part.get("type") == "tool_call"]
     if role_of(turn) == "function_call":
-        held.append(turn.get("content", turn.get("value")))
+        held.append(content_of(turn))
     return [call for calls in held for call in tool_calls.listed(calls, where)]
 
 
@@ -231,7 +230,7 @@ def _has_no_loss(turn: dict[str, Any], value: dict[str, Any], format: str, data:
 
 def _parts_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a message's content if it is a list of them."""
-    content = turn.get("content", turn.get("value"))
+    content = content_of(turn)
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 

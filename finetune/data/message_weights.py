@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from finetune.data.examples import BadRow, TurnWeights, short
+from finetune.data.message_keys import content_of, text_of
 
 FLAG, NUMBERS = "train", ("weight", "loss_weight")
 KEYS = (FLAG, *NUMBERS)
@@ -82,14 +83,14 @@ def _of_message(turn: dict[str, Any], where: str) -> float:
 
 def _of_parts(turn: dict[str, Any], where: str) -> list[tuple[str, float | None]] | None:
     """Return text and weight of each part of text; `None` if no part has a weight."""
-    parts = turn.get("content", turn.get("value"))
-    if not isinstance(parts, list) or not any(_weight_of_part(part) is not None for part in parts):
+    parts = content_of(turn)
+    if not isinstance(parts, list) or not any(_weight_of_part(part, where) is not None for part in parts):
         return None
     found = []
     for part in parts:
-        weight = _weight_of_part(part)
+        weight = _weight_of_part(part, where)
         if isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text"):
-            text = part if isinstance(part, str) else part.get("text", part.get("value"))
+            text = part if isinstance(part, str) else text_of(part)
             found.append((text, None if weight is None else _number(weight, where)))
         elif weight is not None:
             raise BadRow(
@@ -102,10 +103,11 @@ def _of_parts(turn: dict[str, Any], where: str) -> list[tuple[str, float | None]
     return found
 
 
-def _weight_of_part(part: object) -> Any:
-    if not isinstance(part, dict):
-        return None
-    return next((part[key] for key in NUMBERS if part.get(key) is not None), None)
+def _weight_of_part(part: object, where: str) -> Any:
+    given = [part[key] for key in NUMBERS if part.get(key) is not None] if isinstance(part, dict) else []
+    if any(value != given[0] for value in given):
+        raise _contradict(where, " and ".join(map(short, given)))
+    return given[0] if given else None
 
 
 def _number(value: object, where: str) -> float:

@@ -11,12 +11,13 @@ from typing import Any
 from finetune.data import hints, message_weights, tool_calls
 from finetune.data.examples import BadRow, Message, TurnWeights, short
 from finetune.data.json_values import json_of
-from finetune.data.tool_calls import EMPTY
+from finetune.data.message_keys import check_alike, chosen, content_of, role_of, text_of
 
 ROLES = ("system", "user", "assistant", "tool")
 THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 """The opening tag can be part of the prompt. Then the answer has only the closing tag."""
 PLAIN = {"role", "content"}
+CALLS = ("tool_calls", "function_call")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Types of Anthropic's content parts, besides text. A user message can also have `tool_result`
 ANTHROPIC = ("thinking", "tool_use")
@@ -91,11 +92,6 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": own}
 
 
-def role_of(turn: dict[str, Any]) -> Any:
-    """Return the role under the name that the message uses."""
-    return turn.get("role", turn.get("from"))
-
-
 def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> BadRow:
     """Add all unknown roles of the row to an error about one unknown role."""
     if not bad.roles:
@@ -146,11 +142,11 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
         raise bad
     message: Message = {"role": role}
     _check_roles(turn, roles, where)
-    content = _either(turn, "content", "value", where)
-    calls = tool_calls.listed(_either(turn, "tool_calls", "function_call", where), where)
+    check_alike(turn, where, ("content", "value"), CALLS)
+    content, calls = content_of(turn), tool_calls.listed(chosen(turn, *CALLS), where)
     if isinstance(content, list):
         content, reasoning, more = _parts(content, where)
-        calls += more
+        calls = [*calls, *more]  # a new list, because the other one belongs to the row
         if reasoning:
             message["reasoning_content"] = reasoning
     if named == "function_call":
@@ -170,26 +166,6 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
     if not content.strip() and not calls and role in ("user", "assistant"):
         raise BadRow("malformed", "`content` is empty", where)
     return {**message, "content": content}
-
-
-def _either(turn: dict[str, Any], first: str, second: str, where: str) -> Any:
-    """Return the value of the one of two keys that has a value. Formats name the same part in two ways.
-
-    Raises:
-        BadRow: both have a value, and the values differ.
-    """
-    one, other = turn.get(first), turn.get(second)
-    if one in EMPTY or other in EMPTY:
-        return other if one in EMPTY and (other not in EMPTY or first not in turn) else one
-    if one != other:
-        raise BadRow(
-            "malformed",
-            f"a message has a `{first}` and another `{second}`",
-            where,
-            f"{short(one)} and {short(other)}",
-            fix="keep the key of one format in each message",
-        )
-    return one
 
 
 def _check_roles(turn: dict[str, Any], roles: dict[str, str], where: str) -> None:
@@ -236,7 +212,9 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
                 found=short(kind),
                 expected=" or ".join((*found, *ANTHROPIC)),
             )
-        found[kind].append(_either(part, "text", "value", where) if isinstance(part, dict) else part)
+        if isinstance(part, dict):
+            check_alike(part, where, ("text", "value"))
+        found[kind].append(text_of(part) if isinstance(part, dict) else part)
     if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
         raise BadRow("malformed", "`content` must be a string", where, found=short(parts))
     return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]

@@ -6,8 +6,8 @@ from typing import Any
 
 from finetune.data.examples import BadRow, short
 from finetune.data.json_values import json_of
+from finetune.data.message_keys import EMPTY
 
-EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a key that has none
 # The arguments in the forms of OpenAI, Llama 3, LangChain and Anthropic
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 # The keys of a call that are read, or that say nothing else. Other keys are counted as unused

@@ -246,8 +246,8 @@ def check_gpu(where: str, found: str) -> None:
         )
 
 
-def find(config: str) -> Path:
-    """Return the file that `--accelerate` names.
+def find(config: str, option: str = "--accelerate") -> Path:
+    """Return the file that an option names.
 
     Raises:
         UserError: there is neither a file nor a shipped config with this name (exit 2).
@@ -262,10 +262,10 @@ def find(config: str) -> Path:
         raise UserError(
             Problem(
                 "finetune can't find this accelerate config",
-                "--accelerate",
+                option,
                 found=config,
                 expected=f"a file, or {choices(Path(config).stem, known)}",
-                fix=f"--accelerate {near}" if near else "",
+                fix=f"{option} {near}" if near else "",
                 code="launch-config",
             )
         )
@@ -304,6 +304,8 @@ def main(given: list[str]) -> int:
         signal.signal(number, forward)
     arguments = launch_command_parser().parse_args(given)
     try:
+        if arguments.config_file:
+            arguments.config_file = str(find(arguments.config_file, "--config_file"))
         named = (
             [arguments.config_file]
             if arguments.config_file

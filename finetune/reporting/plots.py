@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 
-from finetune.core.visible_text import visible_lines
+from finetune.core.visible_text import visible, visible_lines
 from finetune.reporting.matplotlib_settings import defaults
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def dots(
     if _is_wide([np.array([y[i] for i in shown])]):
         _log(axes.yaxis, axes.set_yscale)
     if words:
-        axes.set_xticks(range(len(words)), [_short(str(word)) for word in words])
+        axes.set_xticks(range(len(words)), [_short(visible(word)) for word in words], parse_math=False)
         axes.set_xlim(-0.5, len(words) - 0.5)
     elif _is_wide([np.array([places[i] for i in shown])]):
         _log(axes.xaxis, axes.set_xscale)
@@ -212,7 +213,9 @@ def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str) -> str:
             capsize=2,
             **look,
         )
-    axes.set_yticks(range(len(rows)), [row.label for row in rows], color=STAND_INS["ink"])
+    axes.set_yticks(
+        range(len(rows)), [visible(row.label) for row in rows], color=STAND_INS["ink"], parse_math=False
+    )
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color=STAND_INS["grid"], linewidth=0.8)
@@ -249,8 +252,8 @@ def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(STAND_INS["soft"])
-    axes.set_xlabel(xlabel, color=STAND_INS["soft"], parse_math=False)
-    axes.set_title(ylabel, loc="left", color=STAND_INS["ink"], fontsize=11, parse_math=False)
+    axes.set_xlabel(visible(xlabel), color=STAND_INS["soft"], parse_math=False)
+    axes.set_title(visible(ylabel), loc="left", color=STAND_INS["ink"], fontsize=11, parse_math=False)
     axes.tick_params(colors=STAND_INS["soft"], length=0, labelsize=10)
     axes.tick_params(axis="x", length=3)
     axes.grid(axis="y", color=STAND_INS["grid"], linewidth=0.8)
@@ -282,7 +285,7 @@ def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool, height: float = HE
         look |= {"labelspacing": 0.25, "borderaxespad": 0.2}
         legend = figure.legend(handles, labels, loc="lower left", ncols=columns, **look)
         for text in legend.get_texts():
-            text.set_parse_math(False)
+            text.set(text=visible(text.get_text()), parse_math=False)
 
 
 def _finite(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
@@ -351,7 +354,8 @@ def _svg(figure: Figure, alt: str) -> str:
     file = io.BytesIO()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "same numbers, same text"}
     settings |= {"font.family": ["sans-serif"], "font.sans-serif": ["DejaVu Sans"]}
-    with rc_context(settings):
+    with rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the browser draws the text
         # The default metadata contains the time and a URL
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(file, metadata=nothing)

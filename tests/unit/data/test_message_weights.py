@@ -55,6 +55,10 @@ def test_parts_of_a_message_have_weights_of_their_own() -> None:
     assert weighted(chat(USER, PARTS)) == [("Maria did", 0.5), (", I think.<|im_end|>", 1.0)]
     other = {**PARTS, "weight": 0.25}
     assert weighted(chat(USER, other)) == [("Maria did", 0.5), (", I think.<|im_end|>", 0.25)]
+    for empty in (None, "", []):  # messages and parts of both formats in one file of parquet
+        union = [{**part, "text": empty, "value": part["text"]} for part in (HALF, REST)]
+        for turn in ({**PARTS, "content": union}, {**PARTS, "content": empty, "value": union}):
+            assert weighted(chat(USER, turn)) == [("Maria did", 0.5), (", I think.<|im_end|>", 1.0)]
     silent = {"role": "assistant", "content": [{**HALF, "weight": 0}, REST]}
     assert weighted(chat(USER, silent)) == [(", I think.<|im_end|>", 1.0)]
     alone = {"role": "assistant", "weight": 0, "content": [HALF, REST]}
@@ -99,6 +103,11 @@ def test_a_prompts_weights_have_no_effect_and_are_named() -> None:
 @pytest.mark.parametrize(
     ("turns", "what"),
     [
+        ([USER, {**PARTS, "content": [{**HALF, "loss_weight": 0}]}], "contradict each other"),
+        (
+            [{**USER, "content": None, "value": [HALF]}, ANSWER],
+            "only the assistant's messages can have weights",
+        ),
         ([USER, {**ANSWER, "weight": 1.5}], "the weight of the loss has a wrong value"),
         ([USER, {**ANSWER, "weight": -0.1}], "the weight of the loss has a wrong value"),
         ([USER, {**ANSWER, "weight": "0.5"}], "the weight of the loss has a wrong value"),

@@ -327,6 +327,20 @@ def test_what_accelerate_says_of_its_options_is_an_error(tmp_path, capsys) -> No
     assert "You need to manually pass in `--num_processes`" in capsys.readouterr().err
 
 
+def test_a_missing_config_of_the_launcher_is_an_error_and_a_shipped_name_is_found(
+    capsys, monkeypatch
+) -> None:
+    assert launcher.main(["--config_file", "cpu_22", "scripts/train.py"]) == 2
+    shown = capsys.readouterr().err
+    assert "--config_file: finetune can't find this accelerate config" in shown and "cpu_2" in shown
+    found = []
+    monkeypatch.setattr(
+        "accelerate.commands.launch.launch_command", lambda given: found.append(given.config_file)
+    )
+    assert launcher.main(["--config_file", "cpu_2", "scripts/train.py"]) == 0
+    assert found == [str(CONFIGS["cpu_2"])]
+
+
 def test_processes_of_several_machines_are_not_begun_again(capsys) -> None:
     words = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "0", "--main_process_ip", "a"]
     config = ["--config_file", str(CONFIGS["multi_node"])]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from finetune.core.visible_text import visible
 from finetune.reporting import plots
 from finetune.reporting.plots import Curve, Point
 
@@ -66,6 +67,16 @@ def test_names_are_text_whatever_they_hold() -> None:
         plots.scatter([Point(name, 1, None, 2, None), Point("_b", 1, None, 2, None)], "x", name),
     ):
         assert "<script" not in svg and texts(svg).count(name) == 2
+
+
+@pytest.mark.parametrize("name", [r"$|\w$", "a\x1b\ud800", "漢", "a\nb"])
+def test_labels_of_ticks_are_text_whatever_they_hold(name: str) -> None:
+    for svg in (
+        plots.dots([name, "b"], [1.0, 2.0], "x", "y"),
+        plots.bars([plots.Bar(name, [1.0], [0.1]), plots.Bar("b", [1.0], [0.1])], ("share",), "x"),
+        plots.curves([Curve(name, STEPS, FALLING), Curve("b", STEPS, FALLING)], "loss"),
+    ):
+        assert visible(name) in texts(svg)
 
 
 def test_a_wide_span_gets_a_log_axis_and_zero_does_not() -> None:
