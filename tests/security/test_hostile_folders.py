@@ -218,3 +218,13 @@ def test_link_in_place_of_a_commands_folder_is_not_followed(
     assert "link" in capsys.readouterr().err
     assert [path.name for path in victim.iterdir()] == ["trace.json"]
     assert (victim / "trace.json").read_text() == "mine"
+
+
+def test_name_of_a_recipe_leads_no_results_out_of_their_folder(tmp_path, monkeypatch, capsys) -> None:
+    shutil.copy(QUICKSTART, tmp_path / "...yaml")  # `..` before the ending
+    (tmp_path / "best.yaml").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    words = [f"model.name={MODEL}", f"data.name={DATA / 'train.jsonl'}", "data.validation=null"]
+    assert main.main(["ablate", "...yaml", *words, "--output", "results"]) == 2
+    assert "rename the recipe" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["...yaml", "best.yaml"]

@@ -139,6 +139,7 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
             )
         )
     own = load_recipe(request.path, request.overrides)
+    check_name(request)
     given = optimizations.read(request.optimizations)
     optimizations.check_values(given, own.adapter.type)
     optimizations.check_rows(given, own)
@@ -188,6 +189,20 @@ def hold(request: AblationRequest, now: dict[str, str]) -> None:
     there = (place / "ablation.json").exists()
     began = RunFolder(place).read("ablation.json")["values"] if there else now
     kept_runs.check_same(began, now, place, "choose another folder with --output")
+
+
+def check_name(request: AblationRequest) -> None:
+    """Refuse a recipe whose name without `.yaml` leads out of the folder of the results (exit 2)."""
+    if stem(request) in (".", ".."):
+        raise UserError(
+            Problem(
+                "finetune can't name the folder of the results after this recipe",
+                where=request.path,
+                found=f"{stem(request)!r} before the ending",
+                fix="rename the recipe",
+                code="experiment",
+            )
+        )
 
 
 def stem(request: AblationRequest) -> str:
