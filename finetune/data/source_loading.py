@@ -581,12 +581,12 @@ def examples(
 
 
 def hub_name(source: Source) -> str:
-    """Return the name of a Hub dataset with its subset and split."""
-    return " ".join(filter(None, (source.name, source.subset, source.split)))
+    """Return the name of a Hub dataset with its subset, split and revision, which identifies it."""
+    return " ".join(filter(None, (source.name, source.subset, source.split, source.revision)))
 
 
 def title(source: Source) -> str:
-    """Return the name of a source. For a Hub dataset it includes subset and split.
+    """Return the name of a source. For a Hub dataset it is `hub_name`.
 
     For a folder, it includes a split other than the training split.
     """

@@ -105,7 +105,7 @@ def metadata(
 
 
 def hub_data(sources: Iterable[str]) -> list[str]:
-    """Return the ids of the Hub datasets in `sources`, without the subset and split of `hub_name`."""
+    """Return the ids of the Hub datasets in `sources`, without the other parts of `hub_name`."""
     hub_sets = [name for name in sources if Path(_NUMBER.sub("", name)).suffix not in DATA_SUFFIXES]
     return list(dict.fromkeys(name.partition(" ")[0] for name in hub_sets))
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
 
 MOST_DIMENSIONS = 16
+LARGEST_PART_MISSING = 4  # the weights of a model, divided by those in its files; some models share weights
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
 MOST_PARTS = 2_000_000  # of a header, which has 8 for each tensor
 LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
@@ -169,6 +170,34 @@ def lacks(stored: Collection[str], names: Names, *, same_names: bool) -> list[st
         return [name for name in missing if name.partition(".")[2] not in stored and name not in held]
     layered = {_LAYER.sub(".*.", name) for name in stored if _LAYER.search(name)}
     return [name for name in missing if _LAYER.sub(".*.", name) in layered]
+
+
+def check_size(stored: Mapping[str, StoredTensor], names: Names, declared: dict[str, Any]) -> None:
+    """Check that the files can hold the weights of config.json, before a model of this size takes the memory.
+
+    Args:
+        stored: the tensors of all files.
+        declared: the `quantization_config` of the model; empty if it has none.
+
+    Raises:
+        UserError: the files hold fewer than 1 of 4 weights, or less than 1 bit for each weight of a quantized
+            model (exit 2).
+    """
+    wanted = sum(prod(shape) for shapes in (names.shapes, names.tower_shapes) for shape in shapes.values())
+    bits = sum(prod(tensor.shape) * _BITS[tensor.dtype] for tensor in stored.values())
+    held = bits if declared else sum(prod(tensor.shape) for tensor in stored.values())
+    unit = "bits" if declared else "weights"
+    if wanted > (held if declared else LARGEST_PART_MISSING * held):
+        raise UserError(
+            Problem(
+                "the files are too small for the model of config.json",
+                "model.name",
+                found=f"{held:,} {unit} in the files, {wanted:,} weights by config.json",
+                fix=DOWNLOAD,
+                why="config.json is damaged, or from another model",
+                code="model-files",
+            )
+        )
 
 
 def check_tensors(folder: Path, declared: dict[str, Any]) -> dict[str, StoredTensor]:

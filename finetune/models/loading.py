@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import upstream_private
 from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
-from finetune.models import checkpoint_headers, corrections, model_class, model_files, tokenizer_setup
+from finetune.models import (
+    checkpoint_headers,
+    corrections,
+    model_class,
+    model_files,
+    module_lists,
+    tokenizer_setup,
+)
 from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
@@ -54,8 +60,10 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
         "dtype": getattr(torch, setup.weights_dtype),
     }
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
-    if local_path(model.name):
-        checkpoint_headers.check_tensors(Path(model.name), declared)
+    if folder := model_files.weights_folder(model):
+        tensors = checkpoint_headers.check_tensors(folder, declared)
+        names = module_lists.read(folder / "config.json", config).names
+        checkpoint_headers.check_size(tensors, names, declared)
     # Accelerate sends the weights of rank 0 to the other ranks. DeepSpeed shards them while it loads, and
     # supports no device map.
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
@@ -68,8 +76,6 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
             loaded, found = model_files.from_hub(
                 read, model, output_loading_info=True, use_safetensors=True, **options
             )
-        if not local_path(model.name):
-            checkpoint_headers.check_tensors(_snapshot(model), declared)
         quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
         _check_unused(loaded, found["unexpected_keys"], checks)
         if stored:
@@ -92,13 +98,6 @@ def _check_unused(loaded: PreTrainedModel, extra: Collection[str], checks: RunCh
     if extra and checks is not None and not stored_weights.read(loaded.config):
         shown = ", ".join(sorted(extra)[:3])
         checks.notes.append(f"model.name: the model does not use {len(extra)} tensors of the files: {shown}")
-
-
-def _snapshot(model: Model) -> Path:
-    """Return the folder of a model in the Hub's cache, after transformers downloaded it."""
-    config = model_files.file_on_disk(model_files.pinned(model), "config.json")
-    assert config is not None
-    return config.parent
 
 
 def _modules(config: ModelConfig) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from finetune.core.formatting import shortened
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Data, Recipe, Source
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
@@ -35,10 +35,26 @@ def recipes(a: RunFolder, b: RunFolder) -> Differences:
     rows = []
     for key in dict.fromkeys([*left, *right]):
         one, other = left.get(key, (MISSING, "")), right.get(key, (MISSING, ""))
-        place = key in OF_THE_PLACE and Path(one[0].strip('"')).name == Path(other[0].strip('"')).name
+        place = key in OF_THE_PLACE and _moved(one[0]) == _moved(other[0])
         if one[0] != other[0] and not place and key != "train.output_dir":
             rows.append((key, *(f"{value}  ({who})" if who else value for value, who in (one, other))))
     return Differences("recipe", rows)
+
+
+def _moved(text: str) -> Any:
+    """Return the value of a key with paths, each without its folder. `data.name` can be a list of sources."""
+
+    def of(value: object) -> Any:
+        if isinstance(value, list):
+            return [of(one) for one in value]
+        if isinstance(value, dict):
+            return {**value, "name": of(value.get("name"))}
+        return Path(value).name if isinstance(value, str) else value
+
+    try:
+        return of(json.loads(text))
+    except ValueError:  # a value of YAML that is no JSON
+        return of(text.strip('"'))
 
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
@@ -99,6 +115,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     settings.setdefault("max_new_tokens", recipe.eval.max_new_tokens)  # of format 1
     left_out = {"name", "validation", "cache_dir", "expect", "chat_template"}
     data = recipe.data.model_dump(exclude=left_out | {"max_example_bytes", "max_uncompressed_bytes"})
+    sources = _sources(recipe.data)
     template = Path(recipe.data.chat_template).name if recipe.data.chat_template else None
     return {
         "hardware": f"{machine['count']} x {machine['name']}, {machine['cpu_cores']} cores, "
@@ -107,7 +124,8 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         "threads": launch.get("environment", {}).get("OMP_NUM_THREADS", "not set"),
         "precision": launch["precision"],
         **environment["packages"],
-        **{f"{name} files": sorted(set(report[name].get("sources", {}).values())) for name in report},
+        **{f"{name} files": _hashes(report[name], in_order=len(sources) > 1) for name in report},
+        "sources": sources,
         **{f"data.{key}": value for key, value in {**data, "chat_template": template}.items()},
         **{f"evaluation {key}": value for key, value in settings.items()},
         "evaluation measures": sorted(
@@ -118,6 +136,19 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         "base model": base_name(folder),
         "steps": "until early stopping" if recipe.eval.early_stopping_patience else last_step(folder),
     }
+
+
+def _sources(data: Data) -> list[dict[str, Any]]:
+    """Return the weight, subset and split of each source of a list; empty for one source."""
+    beside = {"name", "revision", "max_example_bytes", "max_uncompressed_bytes"}
+    named = data.name if isinstance(data.name, list) else []
+    return [(Source(name=one) if isinstance(one, str) else one).model_dump(exclude=beside) for one in named]
+
+
+def _hashes(split: dict[str, Any], *, in_order: bool) -> list[str]:
+    """Return the hashes of the data files of a split. Their order matters if each source has its weight."""
+    found = dict.fromkeys(split.get("sources", {}).values())
+    return list(found) if in_order else sorted(found)
 
 
 def _settings_of(task: dict[str, Any]) -> dict[str, Any]:

@@ -119,6 +119,16 @@ def test_a_run_of_another_recipe_is_not_kept(done, run) -> None:
     assert [row["run"] for row in found(done)["runs"]] == ["lora-seed42"]
 
 
+def test_a_run_of_files_that_changed_places_is_not_kept(run, tmp_path) -> None:
+    train, test = (shutil.copy(DATA / f"{name}.jsonl", tmp_path) for name in ("train", "test"))
+    given = [f"data.name={train}", f"data.validation={test}", "--adapters", "lora", "--seeds", "1"]
+    run(tmp_path / "all", *given)
+    Path(train).rename(tmp_path / "x")
+    Path(test).rename(train)
+    (tmp_path / "x").rename(test)
+    assert "the earlier run has another recipe, base model or data" in run(tmp_path / "all", *given)
+
+
 @pytest.mark.parametrize("changed", ["the data", "the base model", "the tokenizer", "a template"])
 def test_a_file_that_changes_between_two_runs_is_an_error(
     changed: str, run, two_layers, tmp_path, monkeypatch
@@ -285,6 +295,16 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
     assert reason.startswith(expected[change])
     assert main.main(["compare", str(a.path), str(b.path)]) == 0
     assert f"NOT COMPARABLE: {expected[change]}" in capsys.readouterr().out
+
+
+def test_runs_whose_sources_have_other_weights_are_not_comparable(done) -> None:
+    a, b = RunFolder(done / "lora-seed42"), RunFolder(done / "lora-seed43")
+    for run, folder, weight in ((a, "x", 4.0), (b, "y", 1.0)):
+        text = run.recipe.read_text()
+        one = json.dumps([{"name": f"{folder}/a.jsonl", "weight": weight}, {"name": f"{folder}/b.jsonl"}])
+        run.recipe.write_text(re.sub(r'(?m)^(data:\n(?: .*\n)*?)  name: "[^"]*"', rf"\1  name: {one}", text))
+    assert [reason.partition(":")[0] for reason in comparability.obstacles(a, b)] == ["sources"]
+    assert "data.name" in [row[0] for row in comparability.recipes(a, b).rows]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ from huggingface_hub import ModelCard
 from finetune.adapters import continue_from
 from finetune.cli import main
 from finetune.core.errors import UserError
+from finetune.data import source_loading
 from finetune.experiments.runner import kept_runs
 from finetune.experiments.sweep import search_space
 from finetune.export.published_text import without_paths
 from finetune.hub import client
 from finetune.recipe import loader
+from finetune.recipe.schema import Data, Source
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 from support.hub_server import Hub, Repo
@@ -257,6 +259,13 @@ def test_branch_of_a_dataset_is_asked_for_once(hub: Hub, monkeypatch) -> None:
     assert first in commits and client.dataset_commit("me/rows", "main") == first
     assert json.loads(os.environ[client.COMMITS]) == {"datasets/me/rows@main": first}
     assert client.dataset_commit("me/none", "v1") == "v1"
+
+
+def test_two_revisions_of_a_dataset_are_two_sources(hub: Hub) -> None:
+    repo = hub.repos["me/rows"] = Repo(private=False)
+    commits = [repo.commit(branch, {"a.jsonl": b"{}"}, branch) for branch in ("main", "v1")]
+    both = [Source(name="me/rows", revision=revision) for revision in ("main", "v1")]
+    assert sorted(source_loading.fingerprints(Data(name=both)).values()) == sorted(commits)
 
 
 def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:

@@ -125,3 +125,20 @@ def test_buffers_of_old_checkpoints_are_accepted(name: str) -> None:
     checkpoint_headers.check_used(stored, parameters, same_names=True)
     with pytest.raises(UserError, match="does not use 1 weights"):
         checkpoint_headers.check_used([*stored, "h.1.attn.c_proj.bias"], parameters, same_names=True)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava"])
+def test_files_that_are_too_small_for_the_default_model_of_another_family_are_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    """transformers would fill the memory with random weights before it compares them with the files."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    recipe = loader.load(QUICKSTART, [f"model.name={folder}"])
+    with pytest.raises(UserError) as refused:
+        checker.check_without_examples(recipe)
+    assert any("too small for the model" in problem.what for problem in refused.value.problems)
+    with pytest.raises(UserError, match="too small for the model"):
+        loading.load(recipe.model, choice_checks.setup_of(recipe), "cpu")

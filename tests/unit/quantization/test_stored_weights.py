@@ -34,7 +34,8 @@ DECLARED = {
     "unknown": {"quant_method": "made_up"},
     "nameless": {"bits": 4},
 }
-UNREAD = {"model.norm.weight": torch.ones(256)}
+# The second one is as large as the weights of the model, with 1 bit for each
+UNREAD = {"model.norm.weight": torch.ones(256), "others": torch.zeros(400_000, dtype=torch.bfloat16)}
 STAYS, DEQUANTIZED = ("nf4", "fp4", "int8"), ("fp8", "mxfp8", "mxfp4", "compressed fp8")
 
 
@@ -60,7 +61,7 @@ def verdict(ask, recipe) -> tuple[int, str]:
 
 @pytest.fixture
 def model(weightless: Path) -> Path:
-    """A model whose weights are not read: one tensor stands for them."""
+    """A model whose weights are not read: two tensors stand for them."""
     save_file(UNREAD, weightless / "model.safetensors")
     return weightless
 
