@@ -42,19 +42,20 @@ def recipes(a: RunFolder, b: RunFolder) -> Differences:
 
 
 def _moved(text: str) -> Any:
-    """Return the value of a key with paths, each without its folder. `data.name` can be a list of sources."""
-
-    def of(value: object) -> Any:
-        if isinstance(value, list):
-            return [of(one) for one in value]
-        if isinstance(value, dict):
-            return {**value, "name": of(value.get("name"))}
-        return Path(value).name if isinstance(value, str) else value
-
+    """Return the value of a key in recipe.resolved.yaml by `last_parts`."""
     try:
-        return of(json.loads(text))
+        return last_parts(json.loads(text))
     except ValueError:  # a value of YAML that is no JSON
-        return of(text.strip('"'))
+        return last_parts(text.strip('"'))
+
+
+def last_parts(value: object) -> Any:
+    """Return the value of a key that names files, each without its folder. `data.name` can list sources."""
+    if isinstance(value, list):
+        return list(map(last_parts, value))
+    if isinstance(value, dict):
+        return {**value, "name": last_parts(value.get("name"))}
+    return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:

@@ -36,7 +36,6 @@ from finetune.hardware.detection import Hardware
 from finetune.launch import launcher
 from finetune.preflight import checker
 from finetune.recipe.loader import load as load_recipe
-from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 BUSY = 0.05  # relative noise of wall-clock speed above which the CPU counts as shared
@@ -97,7 +96,7 @@ class Bench:
     def date(self) -> str | None:
         """The date that the chat template got in the first run. Other dates would make other examples."""
         first = self.of(optimizations.baseline(self.file))[:1]
-        return run_folder.own_recipe(RunFolder(Path(first[0]["run"]))).data.template_date if first else None
+        return first[0]["machine"].get("template date") if first else None
 
     @property
     def scale(self) -> verdict.Scale:

@@ -36,7 +36,6 @@ from accelerate.utils.memory import clear_device_cache
 from finetune.core import progress, safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, first_line, in_one_line, nearest, raise_if_any
-from finetune.data import source_loading
 from finetune.distributed import collectives
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.comparison.comparison_report import MARK
@@ -160,7 +159,7 @@ def plan(requested: ComparisonRequest, steps: dict[str, int] | None = None) -> l
         UserError: all problems of all recipes.
     """
     own = load_recipe(requested.path, requested.overrides)
-    data = list(source_loading.fingerprints(own.data).values())
+    data = kept_runs.hashes(own.data)
     jobs, problems, codes = [], {}, []
     for seed in range(own.train.seed, own.train.seed + requested.seeds):
         for entrant in enter(own, requested.adapters):

@@ -101,6 +101,11 @@ def contents(data: Data) -> dict[str, str]:
     return found
 
 
+def hashes(data: Data) -> list[str]:
+    """Return the hash of each local file of the data, and the commit of each dataset of the Hub, in order."""
+    return list(source_loading.fingerprints(data).values())
+
+
 @functools.cache
 def _content(path: Path, state: source_loading.State) -> str:
     return client.sha256(path)

@@ -314,6 +314,7 @@ def machine(place: RunFolder) -> dict[str, str]:
         "threads": launch.get("environment", {}).get("OMP_NUM_THREADS", "not set"),
         "model": model_of(recipe.model),
         "checkpoints": saves(recipe.train),
+        **({"template date": recipe.data.template_date} if recipe.data.template_date else {}),
         "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],
         **{name: str(version) for name, version in found["packages"].items()},
     }

@@ -10,6 +10,7 @@ from finetune.core import strict_yaml
 from finetune.core.errors import Problem, nearest
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.comparability import last_parts
 from finetune.run_folder.run_folder import flow
 
 SAME_ROWS = "finetune compares the runs by the same metric on the same validation set"
@@ -36,6 +37,15 @@ FIXED = {  # keys and sections that all compared runs share, in ablations and sw
 
 # Keys that all compared runs share if the validation set is a part of the training data
 _OF_DRAWN = ("data.name", "data.revision", "data.subset", "data.split")
+_PATHS = (
+    "model.name",
+    "data.name",
+    "data.validation",
+    "data.chat_template",
+    "adapter.init_from",
+    "eval.tasks",
+    "eval.forgetting",
+)
 NO_RESULT = (  # keys that change no result, so a study from an older version may lack them
     "data.max_example_bytes",
     "data.max_uncompressed_bytes",
@@ -112,14 +122,11 @@ def text_of(value: object) -> str:
 
 
 def values_of(recipe: Recipe) -> dict[str, str]:
-    """Return a recipe's values by dotted key.
-
-    Only the last part of a path counts, because machines differ.
-    """
+    """Return a recipe's values by dotted key. Of paths it is the last part, because machines differ."""
     own: Any = {"train": {"output_dir"}, "data": {"cache_dir"}, "publish": True}
     values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
     found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}
-    return {key: str(value).rpartition("/")[2] for key, value in found.items()}
+    return {key: str(last_parts(value) if key in _PATHS else value) for key, value in found.items()}
 
 
 def differing(began: dict[str, str], now: dict[str, str]) -> list[str]:

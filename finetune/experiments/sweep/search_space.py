@@ -428,12 +428,12 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     """Return the facts that all workers of a study must share.
 
     Args:
-        content: a digest of the training data.
+        content: a digest of the data of all trials.
     """
     found = varied_keys.values_of(recipe) | ({ROWS: content} if content else {})
     found[BASE] = base_identity.digest(recipe.model)
     found |= {f"file of {name}": digest for name, digest in kept_runs.named_files(recipe).items()}
-    for choice in adapters_in(space):
+    for choice in choices_of(space, "adapter.init_from"):
         varied = recipe.adapter.model_copy(update={"init_from": choice})
         for name, digest in kept_runs.named_files(recipe.model_copy(update={"adapter": varied})).items():
             if name.startswith("adapter.init_from"):
@@ -443,10 +443,10 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}
 
 
-def adapters_in(space: Space) -> list[str]:
-    """Return the adapters that a space names in `adapter.init_from`."""
-    one = space.parameters.get("adapter.init_from")
-    return [str(choice) for choice in (one and one.choices) or () if choice]
+def choices_of(space: Space, key: str) -> list[Any]:
+    """Return the values that a space lists for a key, without null."""
+    one = space.parameters.get(key)
+    return [choice for choice in (one and one.choices) or () if choice]
 
 
 def every(recipe: Recipe, search: Search, rows: int | None) -> int:

@@ -13,11 +13,12 @@ from finetune.core import signals
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest, raise_if_any
 from finetune.data import preparation
-from finetune.experiments.runner import varied_keys
+from finetune.experiments.runner import kept_runs, varied_keys
 from finetune.experiments.runner.varied_keys import text_of
 from finetune.experiments.sweep.search_space import (
     TYPE,
     Space,
+    choices_of,
     has_key,
     multiplied,
     overrides,
@@ -139,6 +140,9 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
                 )
             )
     rows, content = rows_of(recipe)
+    for choice in choices_of(space, "data.name"):
+        named = loader.load(path, [*given, f"data.name={json.dumps(choice)}"])
+        content = _digest([content, *kept_runs.hashes(named.data)])
     left = dataclasses.replace(space, parameters=kept)
     silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
     date = preparation.dated(recipe.data, token_checks.load_with_template(recipe)).template_date
@@ -225,9 +229,13 @@ def rows_of(recipe: Recipe) -> tuple[int | None, str]:
     The number is `None` if the data is streamed.
     """
     if recipe.data.streaming:
-        return None, ""
+        return None, _digest(kept_runs.hashes(recipe.data))
     prepared: Any = load_data.prepare_data(recipe)[1]
-    return len(prepared.train), sha256(json.dumps(prepared.content).encode()).hexdigest()[:16]
+    return len(prepared.train), _digest(prepared.content)
+
+
+def _digest(content: list[Any]) -> str:
+    return sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def unsaid(keys: Iterable[str]) -> dict[str, Any]:

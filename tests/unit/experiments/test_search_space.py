@@ -15,7 +15,7 @@ from finetune.core.errors import Exit, UserError
 from finetune.experiments.runner import kept_runs, varied_keys
 from finetune.experiments.sweep import search_space, search_space_checks, wandb_sweep
 from finetune.recipe import loader
-from support.paths import QUICKSTART, ROOT
+from support.paths import DATA, QUICKSTART, ROOT
 
 if TYPE_CHECKING:
     from finetune.experiments.sweep.search_space import Space
@@ -409,3 +409,41 @@ def test_files_that_a_recipe_names_are_part_of_an_experiments_identity(tmp_path,
         path.write_bytes(content + b" ")
         assert identities()[0] != before[0] and identities()[1] != before[1]
         path.write_bytes(content)
+
+
+def test_values_of_an_experiment_are_whole_and_paths_are_their_last_part() -> None:
+    def values(*overrides: str) -> dict[str, str]:
+        return varied_keys.values_of(loader.load(QUICKSTART, overrides))
+
+    for one, other in (
+        ("model.add_tokens=[<a>, </tool>]", "model.add_tokens=[</tool>]"),
+        (
+            "data.columns={prompt: q1, completion: a/b}",
+            "data.columns={prompt: q2, completion: a/b}",
+        ),
+        ("data.name=[{name: x/a.jsonl, weight: 5}, y/b.jsonl]", "data.name=[x/a.jsonl, y/b.jsonl]"),
+    ):
+        assert values(one) != values(other)
+    here, there = (f"data.name=[{{name: {at}/a.jsonl, weight: 5}}, {at}/b.jsonl]" for at in ("x", "/y/z"))
+    assert values(here) == values(there)
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+@pytest.mark.parametrize("changed", ["train", "other", "test"])
+def test_changed_data_of_any_trial_is_another_study(streaming: str, changed: str, tmp_path) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "other", "test")}
+    for number, path in enumerate(files.values()):
+        lines = (DATA / "train.jsonl").read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[8 * number : 8 * number + 8]))
+    (tmp_path / "space.yaml").write_text(f"space: {{data.name: {{choices: [{files['other']}]}}}}\n")
+    given = [f"data.name={files['train']}", f"data.validation={files['test']}", "train.max_steps=2"]
+    given += [f"data.streaming={streaming}", "train.effective_batch_size=4", f"data.cache_dir={tmp_path}/c"]
+
+    def content() -> str:
+        space = search_space.read(tmp_path / "space.yaml")
+        return search_space_checks.look(str(QUICKSTART), given, space).content
+
+    before = content()
+    assert content() == before
+    files[changed].write_text("".join(lines[24:32]))
+    assert content() != before
