@@ -6,14 +6,15 @@ import copy
 import json
 import math
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, normalizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import AddedToken, Tokenizer, normalizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from finetune.core import packages
 from finetune.core.errors import UserError
@@ -284,6 +285,47 @@ def test_tokenizer_that_lacks_merges_of_its_tokens_is_refused(kind: str) -> None
     content["model"]["merges"] = content["model"]["merges"][:-40]
     with pytest.raises(UserError, match="how this tokenizer joins the characters"):
         gguf_tokenizer.check_joins(content, gguf_tokenizer.scores(content, len(tokenizer)))
+
+
+def with_byte_fallback(tokens: list[str], merges: list[list[str]], **model: Any) -> Any:
+    vocab = {f"<0x{number:02X}>": number for number in range(256)}
+    for token in tokens:
+        vocab.setdefault(token, len(vocab))
+    rest = {"unk_token": None, "dropout": None, "fuse_unk": True, "ignore_merges": False}
+    rest |= {"continuing_subword_prefix": None, "end_of_word_suffix": None}
+    content = {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": True, **rest, **model}
+    text = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
+    text |= {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}, "model": content}
+    parts = dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"))
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps({**text, **parts})))
+
+
+def test_long_tokens_of_a_tokenizer_are_compared_in_time() -> None:
+    long = ["a" * number for number in range(1, 1200)]
+    merges = [["a" * number, "a"] for number in range(1, 1199)]
+    started = time.monotonic()
+    tokenizer = with_byte_fallback(long, merges)
+    gguf_tokenizer.entries(tokenizer, 2000, [], opens=False, chats=False)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "model", "said"),
+    [
+        (["a", "b", "ab"], {}, "more tokens than the model has embeddings"),
+        (["a", "##b", "ab"], {"continuing_subword_prefix": "##"}, "continuing_subword_prefix"),
+        (["a", "b</w>", "ab</w>"], {"end_of_word_suffix": "</w>"}, "end_of_word_suffix"),
+    ],
+)
+def test_odd_tokenizers_with_byte_fallback_are_refused(tokens: list[str], model: Any, said: str) -> None:
+    tokenizer = with_byte_fallback(tokens, [tokens[:2]], **model)
+    with pytest.raises(UserError, match=said):
+        gguf_tokenizer.entries(tokenizer, 258 if "more" in said else 300, [], opens=False, chats=False)
+
+
+def test_tokenizer_of_bytes_alone_is_accepted() -> None:
+    found = gguf_tokenizer.entries(with_byte_fallback([], []), 256, [], opens=False, chats=False)
+    assert found["tokenizer.ggml.model"] == "llama"
 
 
 @pytest.mark.parametrize(("scheme", "chats", "space"), [
