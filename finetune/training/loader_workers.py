@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
@@ -18,9 +19,11 @@ from typing import Any
 import psutil
 
 from finetune.core import signals, standard_streams
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, first_line
 
 TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/data/dataloader.py)
+ENDED = "DataLoader worker (pid"
+LATER = 2  # seconds after torch's own limit
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr
 ANSWER_SECONDS = 0.5  # time for one worker to write its stack
 
@@ -61,6 +64,63 @@ def end(seconds: int) -> UserError:
             "train.dataloader_timeout",
             found=f"{', '.join(workers) or 'no worker is left'}; the stack of each worker is printed above",
             fix="resume with --resume; if reading is slow, set a larger `train.dataloader_timeout`",
+            code="launch-lost",
+        ),
+        code=Exit.TRAINING,
+    )
+
+
+class Watched:
+    """Iterate over batches, and end workers that hang while they hand one over.
+
+    Workers send tensors as handles. This process takes a handle from the queue within torch's time limit, and
+    then waits without a limit for a thread of the worker. If the worker ends, this process gets an error.
+
+    The first batch has no limit here, because a resumed run skips the earlier ones before it.
+    """
+
+    begun = hangs = False
+    error: UserError | None = None
+
+    def __init__(self, batches: Iterator[Any], seconds: int) -> None:
+        self.batches, self.seconds = batches, seconds
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        timer = threading.Timer(self.seconds + LATER, self._end)
+        timer.daemon = True
+        if self.begun:
+            timer.start()
+        self.begun = True
+        try:
+            return next(self.batches)
+        except Exception:  # torch notices workers that end, and raises one
+            if self.hangs:
+                timer.join()
+                assert self.error
+                raise self.error from None
+            raise
+        finally:
+            timer.cancel()
+
+    def _end(self) -> None:
+        self.hangs = True
+        self.error = end(self.seconds)
+
+
+def ended(error: BaseException) -> UserError | None:
+    """Return the error for the user if a worker ended, such as by the kernel when the memory is full."""
+    if not (isinstance(error, RuntimeError) and str(error).startswith(ENDED)):
+        return None
+    return UserError(
+        Problem(
+            "a data loader worker ended",
+            "train.dataloader_num_workers",
+            found=first_line(error),
+            fix="resume with --resume; if the memory was full, set fewer workers",
+            why="the kernel ends a process with the signal Killed if the memory is full",
             code="launch-lost",
         ),
         code=Exit.TRAINING,

@@ -47,6 +47,8 @@ class Trainer(SFTTrainer):
     epoch_rng: Any = None
     loader: Any = None
     """torch's loader of the training examples."""
+    watched: loader_workers.Watched | None = None
+    """Its batches of this epoch."""
     exchanged = 0
     """Bytes of gradients in the last step, if finetune exchanges them itself."""
     ends_step = False
@@ -165,6 +167,10 @@ class Trainer(SFTTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step and the number of their labels, which the weights add up to."""
+        if self.loader is not None and self.loader.timeout:
+            if self.watched is None or self.watched.batches is not epoch_iterator:
+                self.watched = loader_workers.Watched(epoch_iterator, self.loader_timeout)
+            epoch_iterator = self.watched
         batches, labels = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches and loss_weights.WEIGHTS in batches[0]:
             loss_weights.normalize(batches, device, self.sum_of_divisor)
@@ -359,6 +365,8 @@ class Trainer(SFTTrainer):
         except Exception as error:  # out of memory has many types; any other error is raised again
             if loader_workers.timed_out(error):
                 raise loader_workers.end(self.loader_timeout) from error
+            if lost := loader_workers.ended(error):
+                raise lost from error
             if not (self.corrector and self.corrector.takes(error, first_step=self.in_first_step())):
                 raise
             no_memory = str(error)

@@ -13,6 +13,7 @@ import pytest
 import torch.utils.data
 
 from finetune.speed import chunked_cross_entropy
+from finetune.training import loader_workers
 from support.runs import run_checks
 
 SECONDS = 2  # train.dataloader_timeout
@@ -56,6 +57,36 @@ def test_worker_that_hangs_ends_the_run_in_time(train, capfd, monkeypatch, how: 
     assert f"a data loader worker hangs: it returned no batch within {SECONDS} s" in said
     assert "train.dataloader_timeout" in said and "Traceback" not in said
     assert ("hang_in_collator" if how == "sleeps" else "(stopped)") in said
+    assert not [one for one in multiprocessing.active_children() if one.daemon]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGSTOP, f"a data loader worker hangs: it returned no batch within {SECONDS} s"),
+        (signal.SIGKILL, "a data loader worker ended"),
+    ],
+)
+def test_worker_that_stops_after_some_batches_ends_the_run(
+    train, capfd, monkeypatch, number, said: str
+) -> None:
+    """It has announced the next batches, and this process asks it for their memory."""
+    begun, original = list[float](), loader_workers.Watched.__next__
+
+    def stop_in_fifth(self: loader_workers.Watched) -> object:
+        begun.append(time.monotonic())
+        if len(begun) == 5:
+            time.sleep(0.5)  # the worker has put further batches into its queue
+            for worker in multiprocessing.active_children():
+                if worker.daemon:
+                    os.kill(worker.pid or 0, number)
+        return original(self)
+
+    monkeypatch.setattr(loader_workers.Watched, "__next__", stop_in_fifth)
+    train(*GIVEN, code=5)
+    assert time.monotonic() - begun[4] < SECONDS + 20
+    shown = capfd.readouterr().err
+    assert said in shown and "resume with --resume" in shown and "library-error" not in shown
     assert not [one for one in multiprocessing.active_children() if one.daemon]
 
 
