@@ -82,5 +82,6 @@ def _changeable() -> dict[str, str]:
 
     All other variables stay as they are, because another thread of the program may set them meanwhile.
     """
-    changed = ("ACCELERATE_", "FSDP_", "KINETO_LOG_LEVEL", "PYTHONSAFEPATH", *SWITCHES)
+    changed = ("ACCELERATE_", "FSDP_", "KINETO_LOG_LEVEL", "PYTHONSAFEPATH")
+    changed += ("FINETUNE_COMMITS", *SWITCHES)  # another call reads the newest commits
     return {name: value for name, value in os.environ.items() if name.startswith(changed)}

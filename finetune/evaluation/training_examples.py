@@ -32,7 +32,7 @@ def notes(folder: RunFolder, recipe: Recipe, examples: list[Example]) -> list[st
         return []
     own, found = run_folder.own_recipe(folder), set[int]()
     try:
-        reason = _unread_reason(own)
+        reason = _unread_reason(own) or _changed(own, folder)
         if not reason:
             found = _shared(own, {example.digest() for example in examples})
     except (UserError, OSError):
@@ -63,6 +63,17 @@ def _unread_reason(own: Recipe) -> str:
     paths = [path for some in files for path in some or ()]
     size = sum(path.stat().st_size * (1 if path.suffix in PLAIN else COMPRESSED) for path in paths)
     return f"the training data is larger than {LARGEST / 2**30:.0f} GiB" if size > LARGEST else ""
+
+
+def _changed(own: Recipe, folder: RunFolder) -> str:
+    """Return a reason if a file of the training data is not what it was in the run."""
+    then = folder.read("data_report.json")["train"]["sources"]
+    changed = [
+        path
+        for path, digest in source_loading.fingerprints(own.data).items()
+        if digest not in then.values() or digest != then.get(path, digest)  # moved, or in another's place
+    ]
+    return f"the training data has changed since the run: {', '.join(changed[:3])}" if changed else ""
 
 
 def _shared(own: Recipe, wanted: set[int]) -> set[int]:

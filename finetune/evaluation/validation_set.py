@@ -64,6 +64,18 @@ def held_out(
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
     examples, remarks = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, vocabulary)
     notes += [f"validation set: {remark}" for remark in remarks] if other else []
+    if not other and differs(examples, folder):
+        raise UserError(
+            Problem(
+                "the validation examples in the data are not those of the run",
+                "data.validation" if recipe.data.validation else "data.name",
+                where=recipe.data.validation or "",
+                found="other token ids than in training",
+                fix="restore the data, or add data.validation=PATH",
+                why="the run may have been trained on these examples",
+                code="resume-mismatch",
+            )
+        )
     source_loading.check_unchanged(before, source_loading.file_states(recipe.data, held_out=True))
     if PartialState().is_main_process and not other:
         lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in examples]
@@ -87,14 +99,19 @@ def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerB
         raise Damaged(f"finetune can't read {name} ({type(error).__name__})") from None
     except UserError as error:
         raise Damaged(f"finetune can't use {name} ({error.problems[0].what})") from None
+    if differs(rows, folder):
+        raise Damaged(f"the token ids of {name} differ from those in training")
+    return rows
+
+
+def differs(rows: list[HeldOut], folder: RunFolder) -> bool:
+    """Return whether validation examples have other token ids than in training, as far as the run says."""
     found = audit.new_token_hash()
     for document in (document for row in rows for document in row.documents):
         audit.add_tokens(found, document)
     report = folder.found("data_report.json")
     stated = (report.get("validation") or {}).get("token_ids") if isinstance(report, dict) else None
-    if stated and stated != found.hexdigest():
-        raise Damaged(f"the token ids of {name} differ from those in training")
-    return rows
+    return bool(stated) and stated != found.hexdigest()
 
 
 def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from glob import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -120,7 +121,7 @@ def write_quantized(
 
 def note_interrupted(target: Path, command: str) -> list[str]:
     """Return a note on files that a killed command left next to the target, because they use disk space."""
-    left = sorted(target.absolute().parent.glob(f".{target.name}.*.tmp"))
+    left = sorted(target.absolute().parent.glob(f".{escape(target.name)}.*.tmp"))
     if not left:
         return []
     files = ", ".join(map(str, left[:3]))

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -322,7 +323,8 @@ def _instead(run: RunFolder) -> str:
     """Suggest a run for a path that is not a finished run."""
     if run.recipe.exists():
         return "continue the run: repeat the `finetune train` command with --resume=auto"
-    dated = [path for path in run.path.parent.glob(f"{run.path.name}-[0-9]*") if RunFolder(path).finished]
+    named = run.path.parent.glob(f"{escape(run.path.name)}-[0-9]*")
+    dated = [path for path in named if RunFolder(path).finished]
     if dated:
         return str(max(dated, key=lambda path: path.stat().st_mtime))
     if RunFolder(run.path.parent).finished:

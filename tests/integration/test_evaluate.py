@@ -218,6 +218,13 @@ def test_an_evaluation_on_other_examples_says_which_it_can_not_use(train, small,
         code == 0
         and "does not look for training examples in the validation set: the training data can" in text
     )
+    content = training.read_text()
+    training.write_text(held_out.read_text())  # other examples, or the files have changed places
+    try:
+        code, text = said(f"data.validation={copied}")
+    finally:
+        training.write_text(content)
+    assert code == 0 and "validation set: the training data has changed since the run" in text
     for same in (copied, training):
         code, text = said(f"data.validation={same}")
         said_so = (

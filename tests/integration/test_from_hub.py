@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 
 from finetune.adapters import continue_from
 from finetune.cli import main
+from finetune.core import library_calls
 from finetune.core.errors import UserError
 from finetune.data import source_loading
 from finetune.experiments.runner import kept_runs
@@ -259,6 +260,15 @@ def test_branch_of_a_dataset_is_asked_for_once(hub: Hub, monkeypatch) -> None:
     assert first in commits and client.dataset_commit("me/rows", "main") == first
     assert json.loads(os.environ[client.COMMITS]) == {"datasets/me/rows@main": first}
     assert client.dataset_commit("me/none", "v1") == "v1"
+
+
+def test_each_call_of_the_python_api_reads_the_newest_commit(hub: Hub) -> None:
+    """A notebook stays open while the dataset gets another commit."""
+    repo = hub.repos["me/rows"] = Repo(private=False)
+    asked = library_calls.library_call("tested")(lambda: client.dataset_commit("me/rows", "main"))
+    for number in range(2):
+        commit = repo.commit("main", {"a.jsonl": b"{}"}, str(number))
+        assert asked() == commit
 
 
 def test_two_revisions_of_a_dataset_are_two_sources(hub: Hub) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,19 @@ def test_validation_set_with_an_example_less_is_read_from_the_data(run: RunFolde
         path.write_text("".join(changed))
         ids, notes = read(run)
         assert ids == whole and len(notes) == 1
+
+
+def test_training_examples_are_not_read_in_place_of_a_damaged_validation_set(train, small, tmp_path) -> None:
+    """The two files of the data have changed places."""
+    names, words = ("train", "test"), ["eval.generate=false", "eval.samples=0"]
+    files = [Path(option.partition("=")[2]) for option in small]
+    here = [shutil.copy(file, tmp_path / f"{name}.jsonl") for name, file in zip(names, files, strict=True)]
+    run = train(*words, f"data.name={here[0]}", f"data.validation={here[1]}")
+    (run.path / run_folder.HELD_OUT).unlink()
+    for file, name in zip(files, names[::-1], strict=True):
+        shutil.copy(file, tmp_path / f"{name}.jsonl")
+    with pytest.raises(UserError, match="not those of the run"):
+        read(run)
 
 
 def test_damaged_validation_set_without_its_data_is_an_error(run: RunFolder, tmp_path) -> None:

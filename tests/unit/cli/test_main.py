@@ -39,6 +39,15 @@ def fastest(command: list[str], limit: float) -> float:
     return least
 
 
+@pytest.mark.parametrize("name", ["shop**", "[a", "a[", "**", "x***y"])
+def test_name_of_a_missing_run_is_no_pattern(name: str, tmp_path, monkeypatch, capsys) -> None:
+    """The shell passes on a pattern that matches nothing."""
+    monkeypatch.chdir(tmp_path)
+    for words in (["evaluate"], ["merge"], ["publish", "--dry-run"], ["report"], ["compare", "b"]):
+        assert main.main([*words, f"runs/{name}"]) == 2
+        assert "internal-error" not in capsys.readouterr().err
+
+
 def test_the_surface() -> None:
     """A new command or option is decided, not slipped in."""
     surface = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.core.errors import Exit, UserError
-from finetune.export import merging
+from finetune.export import merged_files, merging
 from finetune.run_folder.run_folder import RunFolder
 
 
@@ -41,3 +41,11 @@ def test_an_output_that_is_a_link_to_nothing_is_refused_before_a_model_is_loaded
     (tmp_path / "merged").symlink_to("merged")
     with pytest.raises(UserError, match="leads nowhere"):
         merging.free_target(tmp_path, "merged", None)
+
+
+@pytest.mark.parametrize("name", ["a**b", "**", "[a", "a?"])
+def test_name_of_an_output_is_no_pattern(name: str, tmp_path: Path) -> None:
+    (tmp_path / ".ab.1.tmp").mkdir()
+    assert merged_files.note_interrupted(tmp_path / name, "merge") == []
+    (tmp_path / f".{name}.1.tmp").mkdir()
+    assert len(merged_files.note_interrupted(tmp_path / name, "merge")) == 1
