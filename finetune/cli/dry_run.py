@@ -12,6 +12,7 @@ from finetune.core import progress
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.formatting import WARNING
 from finetune.data import preview
+from finetune.distributed import launch_environment
 from finetune.launch import launcher
 from finetune.planning import plan_report, planned_machine
 from finetune.recipe import adapter_types
@@ -29,7 +30,9 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
     if resume.check_folder(where, options.resume, recipe.model_dump(mode="json")):
         screen.say(f"{where} is finished: nothing to do")
         return {"run": where, "finished": True}
-    if options.accelerate and not launcher.launched():
+    if not options.accelerate:
+        launch_environment.check_launcher()
+    elif not launcher.launched():
         config = launcher.find(options.accelerate)
         launcher.check(config)
         launcher.check_count(config, [], arguments.train_again(options))

@@ -229,7 +229,9 @@ def unexpected(error: Exception, doing: str, *, command: bool = True) -> UserErr
     library = "a library" if isinstance(error, Panic) else library
     what, kind = f"{library} failed while finetune {at.doing}", "library-error"
     trace = "run the command again with --debug to see the traceback" if command else ""
-    fix = "; ".join(filter(None, [at.fix, trace]))
+    read = _variables_of(library) if _raised_at_import(error) else []
+    cause = f"correct or unset {', '.join(read)}, which {library} reads when it is imported" if read else ""
+    fix = "; ".join(filter(None, [cause, at.fix, trace]))
     if library == YOURS:
         kind, fix = "your-code", "correct the code, or remove it from the call"
     if library == "finetune":
@@ -398,6 +400,18 @@ def _raised_in(error: Exception, *, passed_code: bool) -> tuple[str, str, int]:
         if frame[0] not in ("Python", "torch", YOURS) or (frame[0] == "torch" and name == "<module>")
     ]
     return (yours or callers or frames or [("Python", "", 0)])[-1]
+
+
+def _raised_at_import(error: Exception) -> bool:
+    """Return whether the code of a library's module raised an exception while Python imported it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [_library_of(frame.filename)[0] in ("finetune", "Python") for frame in frames]
+    return any(frame.name == "<module>" and not ours for frame, ours in zip(frames, own, strict=True))
+
+
+def _variables_of(library: str) -> list[str]:
+    """Return the variables of the environment that begin with a library's name."""
+    return [name for name in os.environ if name.startswith(f"{library.upper()}_")]
 
 
 def _library_of(filename: str) -> tuple[str, str]:

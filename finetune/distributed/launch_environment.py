@@ -38,8 +38,8 @@ _SWITCHES = (
     r"|FSDP_(USE_ORIG_PARAMS|SYNC_MODULE_STATES|OFFLOAD_PARAMS|FORWARD_PREFETCH|CPU_RAM_EFFICIENT_LOADING|ACTIVATION_CHECKPOINTING)|HF_HUB_OFFLINE"
 )
 _FORMS = (  # names of variables that libraries read, most of a launcher, and their values
-    (r"(LOCAL_)?RANK", r"-?\d{1,9}"),
-    (r"(LOCAL_)?WORLD_SIZE|PARALLELISM_CONFIG_\w+_SIZE", r"[1-9]\d{0,8}"),
+    (r"(LOCAL_)?RANK|PMI_RANK|MPI_LOCALRANKID|(OMPI|MV2)_COMM_WORLD_(LOCAL_)?RANK", r"-?\d{1,9}"),
+    (r"(LOCAL_)?WORLD_SIZE|PMI_SIZE|(OMPI|MV2)_COMM_WORLD_SIZE|PARALLELISM_CONFIG_\w+_SIZE", r"[1-9]\d{0,8}"),
     (r"PARALLELISM_CONFIG_SP_BACKEND", r"deepspeed"),
     (r"MASTER_PORT", r"\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5]"),
     (r"MASTER_ADDR", r"\S+"),
@@ -60,6 +60,8 @@ _FORMS = (  # names of variables that libraries read, most of a launcher, and th
     (r"(JUPYTER_)?(COLUMNS|LINES)", r"|\d{1,4}"),  # rich and shutil read them
     ("FINETUNE_COMMITS", r'|\{("[^"\\]+": "[^"\\]+"(, )?)*\}'),  # hub.client writes it
 )
+# Numbers of processes that Accelerate reads in place of WORLD_SIZE
+_OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 CONFIG = "accelerate config"  # the name of the launch's settings in messages
 
 
@@ -127,6 +129,8 @@ def check_launcher() -> None:
         UserError: torch would wait for other processes, or find no address for them (exit 3).
     """
     left = {"WORLD_SIZE": processes() > 1, "LOCAL_RANK": said("LOCAL_RANK", "-1") != "-1"}
+    if "WORLD_SIZE" not in os.environ:
+        left |= {name: int(os.environ.get(name, "1")) > 1 for name in _OF_MPI}
     found = [name for name, is_set in left.items() if is_set]
     if found and "MASTER_ADDR" not in os.environ:
         raise UserError(

@@ -581,6 +581,7 @@ def test_import_of_torch_that_fails_is_no_bug_of_finetune() -> None:
     )
     assert done.returncode == 3 and "error: torch failed while finetune" in done.stderr
     assert "Invalid log settings: bogus" in done.stderr and "[library-error]" in done.stderr
+    assert "correct or unset TORCH_LOGS, which torch reads when it is imported" in done.stderr
 
 
 def test_guarded_exception_of_a_library_is_one_message(capsys) -> None:

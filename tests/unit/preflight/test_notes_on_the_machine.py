@@ -45,7 +45,14 @@ def test_setting_that_this_machine_has_is_no_note(overrides: list[str], tmp_path
 
 
 @pytest.mark.parametrize(
-    "left", [{"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "1", "WORLD_SIZE": "4"}]
+    "left",
+    [
+        {"LOCAL_RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"LOCAL_RANK": "1", "WORLD_SIZE": "4"},
+        {"PMI_SIZE": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+    ],
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_variables_of_a_launcher_without_a_launcher(left: dict, device: str, monkeypatch, tmp_path) -> None:
