@@ -15,7 +15,7 @@ from finetune.autoconfig import attention_choice, machine_setup
 from finetune.autoconfig.machine_setup import Setup
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.evaluation import gpu_room
-from finetune.models import architecture, checkpoint_headers, loading, model_files, tokenizer_setup
+from finetune.models import checked_files, checkpoint_headers, loading, tokenizer_setup
 from finetune.quantization import qat, stacked_experts, stored_weights
 from finetune.recipe.schema import Model, Recipe
 from finetune.run_folder.run_folder import RunFolder
@@ -33,10 +33,7 @@ def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
 
     The base model has the same storage as in training. The attention supports masks and a cache.
     """
-    model = section or recipe.model
-    model_files.check_folder(model)
-    architecture.check_config(model)
-    config = model_files.read_config(model)
+    config = checked_files.read_config(section or recipe.model)
     setup = machine_setup.choose(
         attention=recipe.model.attention,
         base=recipe.model.quantization,

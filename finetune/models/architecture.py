@@ -27,7 +27,7 @@ from finetune.kernels.kernel_limits import (
     quantized_experts_unsupported_reason,
     stored_as_mxfp4,
 )
-from finetune.models import checkpoint_headers, direct_reads, model_files, module_lists
+from finetune.models import checkpoint_headers, direct_reads, module_lists
 from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
 from finetune.recipe.schema import Model
@@ -113,17 +113,6 @@ def read(model: Model) -> Architecture:
         checkpoint_headers.tensors(folder)  # refuses damaged files
     names, source, note = module_lists.read(path, config)
     return Architecture(config, names, source, unknown, note)
-
-
-def check_config(model: Model) -> None:
-    """Check config.json of a local model or of a model on the Hub, as `check` does before a training.
-
-    Raises:
-        UserError: a value is wrong, or transformers can't build the model (exit 2).
-    """
-    path = model_files.small_file(model, "config.json")
-    if path:
-        module_lists.read(path, config_in(path))
 
 
 def config_in(path: Path) -> Any:

@@ -10,19 +10,10 @@ from finetune.core import upstream_private
 from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
-from finetune.models import (
-    checkpoint_headers,
-    corrections,
-    model_class,
-    model_files,
-    module_lists,
-    tokenizer_setup,
-)
+from finetune.models import checked_files, corrections, model_class, model_files, tokenizer_setup
 from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     import torch
     from transformers import PreTrainedModel
 
@@ -60,10 +51,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
         "dtype": getattr(torch, setup.weights_dtype),
     }
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
-    if folder := model_files.weights_folder(model):
-        tensors = checkpoint_headers.check_tensors(folder, declared)
-        names = module_lists.read(folder / "config.json", config).names
-        checkpoint_headers.check_size(tensors, names, declared)
+    checked_files.check_weights(model, config, declared)
     # Accelerate sends the weights of rank 0 to the other ranks. DeepSpeed shards them while it loads, and
     # supports no device map.
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
@@ -77,7 +65,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
                 read, model, output_loading_info=True, use_safetensors=True, **options
             )
         quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
-        _check_unused(loaded, found["unexpected_keys"], checks)
+        checked_files.check_used(loaded, found["unexpected_keys"], checks)
         if stored:
             quantized_loading.finish(loaded, stored, storage, options["dtype"], checks)
     corrections.apply(loaded, setup.launch.sharded, checks)
@@ -89,15 +77,6 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
     if model.add_tokens:
         _add_rows(loaded, tokenizer_setup.added_tokens(model, tokenizer_setup.load_tokenizer(model)))
     return loaded
-
-
-def _check_unused(loaded: PreTrainedModel, extra: Collection[str], checks: RunChecks | None) -> None:
-    """Check the tensors of the files that transformers did not use, and add a note on them."""
-    parameters = {name for name, _ in loaded.named_parameters()}
-    checkpoint_headers.check_used(extra, parameters, same_names=True)
-    if extra and checks is not None and not stored_weights.read(loaded.config):
-        shown = ", ".join(sorted(extra)[:3])
-        checks.notes.append(f"model.name: the model does not use {len(extra)} tensors of the files: {shown}")
 
 
 def _modules(config: ModelConfig) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core import untrusted_files
-from finetune.core.errors import Exit, Problem, UserError, first_line, in_one_line, stage
+from finetune.core.errors import Exit, Problem, UserError, first_line, stage
 from finetune.core.paths import local_path, similar_files
-from finetune.core.weight_files import INDEX, SINGLE, check_weight_files
+from finetune.core.weight_files import check_weight_files
 from finetune.hub import client
 from finetune.models import checkpoint_headers
 from finetune.quantization import stored_weights
@@ -92,36 +92,8 @@ def check_weights(model: Model) -> None:
         check_weight_files(Path(model.name))
 
 
-def weights_folder(model: Model) -> Path | None:
-    """Return the folder of a model's weights. Those of a model on the Hub are downloaded into its cache.
-
-    `from_pretrained` finds them there. It would first build the model of config.json, which may be of any
-    size. Return `None` if the Hub has no safetensors of the model.
-    """
-    if local_path(model.name):
-        return Path(model.name)
-    folder = from_hub(_download, model)
-    try:
-        if folder:
-            checkpoint_headers.tensors(folder)
-    except UserError as error:
-        raise _damaged_cache(model, in_one_line(error, with_found=True)) from error
-    return folder
-
-
-def _download(name: str, revision: str, trust_remote_code: bool) -> Path | None:
-    """Take the arguments of `from_pretrained`."""
-    from transformers.utils.hub import get_checkpoint_shard_files
-
-    if path := untrusted_files.from_hub(name, revision, SINGLE):
-        return Path(path).parent
-    path = untrusted_files.from_hub(name, revision, INDEX)
-    if path:
-        get_checkpoint_shard_files(name, path, revision=revision)
-    return Path(path).parent if path else None
-
-
-def _damaged_cache(model: Model, found: str) -> UserError:
+def damaged_cache(model: Model, found: str) -> UserError:
+    """Return the error of weights that were damaged before or after their download."""
     return UserError(
         Problem(
             "the weights in the Hub's cache are damaged",
@@ -246,7 +218,7 @@ def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
     except SafetensorError as error:
         if local_path(model.name):  # the file was whole when finetune read its header
             raise
-        raise _damaged_cache(model, first_line(error)) from error
+        raise damaged_cache(model, first_line(error)) from error
     except (OSError, ValueError, client.http_error()) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):

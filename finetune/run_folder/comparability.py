@@ -182,8 +182,11 @@ def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
 
 
 def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
-    """Report base models of one name whose losses on the same validation set differ."""
+    """Report base models of one name whose files differ, or whose losses on the same validation set do."""
     recipes = [load_recipe(folder.recipe, (), folder.format_version) for folder in (a, b)]
+    recorded = [folder.found("environment.json").get("base_model") for folder in (a, b)]
+    if all(recorded) and recorded[0] != recorded[1]:
+        return ["base model: the config or the weights differ"]
     losses = [folder.found("eval.json").get("base", {}).get("loss") for folder in (a, b)]
     storages = {adapter_types.find(r.adapter.type).storage or r.model.quantization for r in recipes}
     if None in losses or len(storages) > 1 or not all(recipe.data.validation for recipe in recipes):

@@ -399,7 +399,7 @@ def within(
     place = RunFolder(requested.folder)
     question = {"budget_seconds": budget, "runs": [job.identity for job in jobs]}
     known = collectives.from_main(lambda: kept_runs.read_signed(place, "budget.json"))
-    if any(known.get(key) != value for key, value in question.items()):
+    if any(known.get(key) != value for key, value in question.items()) or not is_whole(known, jobs):
         known = {}
     if not known or known["failed"]:  # a type that failed before may work now
         known = question | measure(budget, jobs, requested, screen, known)
@@ -410,6 +410,12 @@ def within(
     screen.table("steps that fit the budget", ("type", "steps", "seconds per step"), rows)
     runs = plan(requested, {**{job.entrant.type: FEWEST_STEPS for job in jobs}, **steps})
     return runs, {job.name: failed[job.entrant.type] for job in runs if job.entrant.type in failed}
+
+
+def is_whole(known: dict[str, Any], jobs: list[ComparedRun]) -> bool:
+    """Return whether an earlier measurement has the steps, or the failure, of each type."""
+    steps, types = known["steps"].keys(), {job.entrant.type for job in jobs}
+    return steps == known["step_seconds"].keys() and {*steps, *known["failed"]} == types
 
 
 def measure(

@@ -34,6 +34,7 @@ from finetune.recipe.schema import Adapter, Model, Train
 from finetune.run_folder.run_folder import RunFolder
 
 MARK = "ablate.json"
+_POSITIVE = ("tokens_per_second", "step_seconds", "gpu_memory_gib", "host_memory_gib")
 # With at least this many cores, a process that imports libraries does not slow down a measured run
 CORES = 8
 _waiting: list[tuple[Any, Any]] = []
@@ -237,10 +238,13 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     mark = {"failed": "", "date": "", **place.read(MARK, "mark")}
     lines = [] if mark["failed"] else place.measured_steps()
     steady = lines[warm_up:]
-    if not steady:
+    odd = [key for key in _POSITIVE if not all(_is_positive(line[key]) for line in steady)]
+    if not steady or odd:
+        why_not = "the run has no step after the warm-up"
+        why_not = f"metrics.jsonl has an impossible value of {odd[0]}" if odd else why_not
         return {
             "run": str(folder),
-            "failed": mark["failed"] or "the run has no step after the warm-up",
+            "failed": mark["failed"] or why_not,
             "date": mark["date"],
             "seconds": mark["seconds"],
         }
@@ -270,6 +274,10 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         "seconds": mark["seconds"],
         "machine": machine(place),
     }
+
+
+def _is_positive(value: float | None) -> bool:
+    return value is None or (math.isfinite(value) and value > 0)
 
 
 def dates(runs: Sequence[dict[str, Any]]) -> str:
