@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -408,6 +409,34 @@ def check_patterns(folder: Path, model: nn.Module) -> None:
     options = untrusted_files.read_object(path, str(path))
     names = [name for name, _ in model.named_modules() if name]
     raise_if_any(target_modules.slow_patterns(options, names, str(path)))
+
+
+def check_keys(folder: Path) -> None:
+    """Stop if adapter_config.json has keys that PEFT's own version does not write (exit 4).
+
+    PEFT ignores an unknown key, and takes the default of the one that is missing.
+    """
+    import peft
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    path = folder / "adapter_config.json"
+    options = untrusted_files.read_object(path, str(path))
+    kinds: dict[str, Any] = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    kind = kinds.get(str(options.get("peft_type")))
+    if kind is None or options.get("peft_version") != peft.__version__:
+        return
+    if unknown := sorted(options.keys() - {field.name for field in dataclasses.fields(kind)}):
+        raise UserError(
+            Problem(
+                "PEFT does not know a key of the adapter's config",
+                where=str(path),
+                found=", ".join(unknown[:5]),
+                fix="restore the file from a copy, or train again",
+                why="the file is damaged, and PEFT would use the default of another key",
+                code="run-damaged",
+            ),
+            code=Exit.ARTIFACT,
+        )
 
 
 def _whole_rows(source: str) -> int | None:

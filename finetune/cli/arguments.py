@@ -17,6 +17,7 @@ from finetune.core.argument_types import MOST_GPUS
 from finetune.core.errors import Stopped
 from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
+from finetune.recipe import command_line_overrides
 from finetune.training.stop_condition import Until
 
 MOST = 10**12  # a larger number is a mistake, and Python may not convert it to a float
@@ -136,7 +137,7 @@ def go_on(options: argparse.Namespace, folder: str) -> list[str]:
     If the run has saved its weights but has no checkpoint, return the command that evaluates it.
     """
     named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
-    where = [] if named or not folder else [f"train.output_dir={folder}"]
+    where = [] if named or not folder else [command_line_overrides.of_path("train.output_dir", folder)]
     folder = folder or "".join(named[-1:])
     config = options.accelerate or os.environ.get(
         launch_environment.ACCELERATE

@@ -37,10 +37,11 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker
+    from finetune.recipe import command_line_overrides
     from finetune.training import load_data
 
     if options.prepare is not None:
-        options.overrides.append(f"data.cache_dir={options.prepare}")
+        options.overrides.append(command_line_overrides.of_path("data.cache_dir", options.prepare))
     recipe = load(options)
     page = Path(options.html) if options.html is not None else None
     with located(recipe):

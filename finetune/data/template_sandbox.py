@@ -43,6 +43,7 @@ SECONDS = 30
 
 A rendering over the limit stops the run. It never drops an example.
 """
+HANGS = 60  # seconds without processor time after which the process is replaced
 MEGABYTES = 256
 LONGEST = 16 * 2**20  # characters of a rendered chat
 # Characters per request; the child's memory limit should only cover the template's own allocations
@@ -174,10 +175,12 @@ class Child:
             self._restart()
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin and stdout
+        hung = threading.Event()
         try:
-            stdin.write(f'{head[:-1]}, "chats": [{", ".join(chats)}]}}\n'.encode())
-            stdin.flush()
-            line = stdout.readline()
+            with _watched(self.process, hung):
+                stdin.write(f'{head[:-1]}, "chats": [{", ".join(chats)}]}}\n'.encode())
+                stdin.flush()
+                line = stdout.readline()
         except BrokenPipeError:
             line = b""
         except BaseException:  # for example Ctrl-C: the next request must not read this answer
@@ -185,7 +188,7 @@ class Child:
             raise
         if not line.endswith(b"\n"):
             ended = {-signal.SIGPROF: TOO_SLOW, -signal.SIGKILL: KILLED}.get(self.process.wait(), TOO_LARGE)
-            self.died = ("", (), ended)
+            self.died = ("", (), HUNG if hung.is_set() else ended)
             self._restart()
             return None
         return json.loads(line)
@@ -198,7 +201,31 @@ class Child:
 TOO_SLOW_TOGETHER = f"{STOPPED}: all renderings together took more than {ON_AVERAGE:,} loop iterations each"
 TOO_SLOW = f"{STOPPED}: one rendering took {SECONDS} s of the processor's time"
 KILLED = f"{STOPPED}: its process was killed, as Linux does when the memory of the machine is full"
+HUNG = f"{STOPPED}: its process did nothing for {HANGS} s"
 TOO_LARGE = f"the template took more than {MEGABYTES} MB"
+
+
+@contextlib.contextmanager
+def _watched(process: subprocess.Popen[bytes], hung: threading.Event) -> Iterator[None]:
+    """Kill the process if it uses no processor time for `HANGS` seconds, and set the event."""
+    done = threading.Event()
+
+    def watch() -> None:
+        import psutil
+
+        used = -1.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not done.wait(HANGS):
+                before, used = used, sum(psutil.Process(process.pid).cpu_times()[:2])
+                if used == before:
+                    hung.set()
+                    process.kill()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _portions(chats: list[Any]) -> Iterator[list[str]]:

@@ -71,7 +71,7 @@ def held_out(
                 "data.validation" if recipe.data.validation else "data.name",
                 where=recipe.data.validation or "",
                 found="other token ids than in training",
-                fix="restore the data, or add data.validation=PATH",
+                fix="restore the data and the run's tokenizer and chat template, or add data.validation=PATH",
                 why="the run may have been trained on these examples",
                 code="resume-mismatch",
             )

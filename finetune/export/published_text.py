@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from functools import lru_cache
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,18 +90,33 @@ def last_names(paths: Iterable[str]) -> dict[str, str]:
     """Map each path to its last name, with a number if another file has the same name."""
     names: dict[str, str] = {}
     of_file: dict[Path, str] = {}
+    ends: dict[str, Path] = {}  # end of a known path -> the first one that has it
+    taken: set[str] = set()
+    numbers: dict[str, int] = {}
     for path in paths:
         file = Path(os.path.realpath(os.path.expanduser(path)))
         if file not in of_file and not Path(path).is_absolute():  # the path can be relative to another folder
-            file = next((known for known in of_file if str(known).endswith(f"/{Path(path)}")), file)
-        names[path] = of_file.setdefault(file, numbered(Path(path).name, of_file.values()))
+            file = ends.get(str(Path(path)), file)
+        if file not in of_file:
+            of_file[file] = numbered(Path(path).name, taken, numbers)
+            taken.add(of_file[file])
+            for start in range(1, len(file.parts)):
+                ends.setdefault(str(Path(*file.parts[start:])), file)
+        names[path] = of_file[file]
     return names
 
 
-def numbered(name: str, taken: Collection[str]) -> str:
-    """Return `train.jsonl`, or `train.jsonl (2)` and so on if the name is taken."""
-    names = chain([name], (f"{name} ({number})" for number in count(2)))
-    return next(free for free in names if free not in taken)
+def numbered(name: str, taken: Collection[str], numbers: dict[str, int]) -> str:
+    """Return `train.jsonl`, or `train.jsonl (2)` and so on if the name is taken.
+
+    Args:
+        numbers: the last number of each name, which this function counts.
+    """
+    while True:
+        number = numbers[name] = numbers.get(name, 0) + 1
+        free = name if number == 1 else f"{name} ({number})"
+        if free not in taken:
+            return free
 
 
 def without_paths(value: object, known: dict[str, str], *, free: bool = False) -> Any:
@@ -111,17 +125,22 @@ def without_paths(value: object, known: dict[str, str], *, free: bool = False) -
     Args:
         free: the text comes from the data, so replace only `known` paths.
     """
+    return _shortened(value, _pattern_of(tuple(known)), known, free)
+
+
+def _shortened(value: object, pattern: re.Pattern[str], known: dict[str, str], free: bool) -> Any:
     if isinstance(value, dict):
         clean: dict[str, Any] = {}
+        numbers: dict[str, int] = {}
         for key, item in value.items():
-            name = numbered(without_paths(key, known), clean)
-            clean[name] = without_paths(item, known, free=free or key in ("samples", "worst"))
+            name = numbered(_shortened(key, pattern, known, False), clean, numbers)
+            clean[name] = _shortened(item, pattern, known, free or key in ("samples", "worst"))
         return clean
     if isinstance(value, list):
-        return [without_paths(item, known, free=free) for item in value]
+        return [_shortened(item, pattern, known, free) for item in value]
     if not isinstance(value, str):
         return value
-    text = _pattern_of(tuple(known)).sub(lambda found: known[found[0]], value)
+    text = pattern.sub(lambda found: known[found[0]], value) if known else value
     return text if free else _PATH.sub("", text)
 
 

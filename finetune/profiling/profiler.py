@@ -13,6 +13,7 @@ from the traced steps.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import statistics
@@ -168,7 +169,7 @@ def run(path: str, overrides: list[str], output: str, callbacks: Sequence[Any] =
     cut |= adapter_types.in_few_steps(whole.adapter, STEPS)
     temporary = tempfile.mkdtemp(dir=folder)
     compile_setting = compiled if whole.speed.compile == "auto" else whole.speed.compile
-    cut |= {"speed.compile": str(compile_setting).lower(), "train.output_dir": f"{temporary}/run"}
+    cut |= {"speed.compile": str(compile_setting).lower(), "train.output_dir": json.dumps(f"{temporary}/run")}
     dropped = {*cut, "train.num_train_epochs"}
     kept = [text for text in overrides if text.partition("=")[0] not in dropped]
     trace = Trace(machine.device == "cuda")

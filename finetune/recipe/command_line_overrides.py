@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 from finetune.core import strict_yaml
@@ -9,6 +12,17 @@ from finetune.core.errors import Problem
 from finetune.recipe.schema import Origin
 
 SHOWN = 200  # characters of an override in each message about it
+
+
+def of_path(key: str, path: str | Path) -> str:
+    """Return the override that sets a key to a path, in quotes if YAML would read another value.
+
+    A leading `~` is a folder here, and not the home folder.
+    """
+    text = str(path)
+    text = f"./{text}" if text.startswith("~") else text
+    is_plain = re.fullmatch(r"[\w./-]+", text) and strict_yaml.scalar(text) == text and text[0] != "-"
+    return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 
 def apply_overrides(

@@ -212,6 +212,18 @@ def test_compare_and_publish_of_damaged_weights_end_without_a_traceback(
     assert answer(["publish", str(run), "--dry-run"]) == 2
 
 
+@pytest.mark.parametrize("command", [["evaluate"], ["merge"], ["export", "--to", "vllm"]])
+def test_flipped_key_of_the_adapters_config_is_refused(command: list[str], whole, tmp_path, capsys) -> None:
+    """PEFT would take the default of the key that is missing."""
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    path = run / "adapter" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_alpha"', '"lora_alphq"'))
+    output = [] if command == ["evaluate"] else ["--output", str(tmp_path / "out")]
+    assert main.main([command[0], str(run), *command[1:], *output]) == 4
+    shown = capsys.readouterr().err
+    assert "PEFT does not know a key" in shown and "lora_alphq" in shown
+
+
 def test_compare_of_weights_of_any_dtype_ends_without_a_traceback(whole, tmp_path, capsys) -> None:
     run = damaged_runs.copied(whole, tmp_path / "run")
     weights = run / "adapter" / "adapter_model.safetensors"

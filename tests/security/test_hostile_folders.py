@@ -14,6 +14,8 @@ import pytest
 
 from finetune.cli import main
 from finetune.core import folder_search
+from finetune.experiments.runner import kept_runs
+from finetune.recipe import loader
 from support.paths import DATA, MODEL, QUICKSTART
 from support.soak import soak_except
 
@@ -218,6 +220,30 @@ def test_link_in_place_of_a_commands_folder_is_not_followed(
     assert "link" in capsys.readouterr().err
     assert [path.name for path in victim.iterdir()] == ["trace.json"]
     assert (victim / "trace.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name", ["a #b", "a: b", "~", "{x}", "[x]", "&x", "!x", "x*", "123", "null", "a'b", "- a"]
+)
+def test_any_name_of_a_folder_is_the_folder_of_a_run(name: str, tmp_path, monkeypatch) -> None:
+    """Experiments give their runs an override, which is YAML."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder in (Path(name), Path(name) / "lora-seed42", tmp_path / name):
+        recipe = loader.load(QUICKSTART, [kept_runs.in_folder(folder)])
+        assert os.path.abspath(recipe.train.output_dir or "") == os.path.abspath(folder)
+
+
+@pytest.mark.parametrize("name", ["a #b", "~"])
+def test_compare_writes_into_its_folder_under_any_name(
+    name: str, two_layers, small, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"model.name={two_layers}", *small, "train.max_steps=2", "train.effective_batch_size=8"]
+    words += ["eval.generate=false", "eval.forgetting=false", "--quiet", "--output", name]
+    assert main.main(["compare", str(QUICKSTART), "--adapters", "lora", *words]) == 0
+    assert (tmp_path / name / "lora-seed42" / "adapter").is_dir()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(("a", "~"))] == [name]
 
 
 def test_name_of_a_recipe_leads_no_results_out_of_their_folder(tmp_path, monkeypatch, capsys) -> None:

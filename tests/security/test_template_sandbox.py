@@ -198,6 +198,20 @@ def test_a_process_that_something_else_ended_is_begun_again() -> None:
     assert encoder.render([example(TURNS)]) == before and before[0]
 
 
+def test_process_that_hangs_is_replaced(monkeypatch) -> None:
+    monkeypatch.setattr(template_sandbox, "HANGS", 1)
+    chats: Any = [(TURNS, None)] * 2
+    template = ChatTemplate("{{ messages | length }}", {})
+    assert template_sandbox.render(template, chats)[0].text == str(len(TURNS))
+    child = template_sandbox._child(os.getpid())
+    os.kill(child.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert [one.text for one in template_sandbox.render(template, chats)] == [str(len(TURNS))] * 2
+    os.kill(child.process.pid, signal.SIGSTOP)
+    (found,) = template_sandbox.render(template, chats[:1])
+    assert "did nothing" in found.error and time.monotonic() - began < 20
+
+
 def test_more_text_than_the_child_holds_at_once_is_sent_in_portions() -> None:
     content = "word " * 400_000
     chats: list[tuple[Any, Any]] = [

@@ -263,7 +263,7 @@ def setting(entrant: Entrant, seed: int, folder: Path) -> list[str]:
         f"adapter.type={entrant.type}",
         f"train.learning_rate={entrant.rate!r}",
         f"train.seed={seed}",
-        f"train.output_dir={folder}",
+        kept_runs.in_folder(folder),
     ]
 
 

@@ -20,6 +20,7 @@ from finetune.data import source_loading
 from finetune.experiments.runner import varied_keys
 from finetune.hub import client
 from finetune.models import base_identity
+from finetune.recipe import command_line_overrides
 from finetune.recipe.schema import Data, Recipe
 from finetune.run_folder import lock, run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -52,6 +53,11 @@ def make_folder(folder: Path, command: str) -> None:
             )
         )
     run_folder.refuse_links(folder)
+
+
+def in_folder(folder: Path) -> str:
+    """Return the override that gives a run its folder."""
+    return command_line_overrides.of_path("train.output_dir", folder)
 
 
 @contextlib.contextmanager

@@ -147,7 +147,7 @@ def make(job: RunCommand, *, cpu: bool) -> bool:
         return False
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     log = job.folder.with_name(f"{job.folder.name}.log")
-    words = ["train", job.recipe, *job.overrides, f"train.output_dir={job.folder}", "--quiet"]
+    words = ["train", job.recipe, *job.overrides, kept_runs.in_folder(job.folder), "--quiet"]
     words += ["--accelerate", job.accelerate] if job.accelerate else []
     environment = {"ACCELERATE_MIXED_PRECISION": job.mixed_precision} if job.mixed_precision else {}
     if not cpu and not job.accelerate:  # use one process on one GPU, even if a scheduler assigned more GPUs

@@ -75,19 +75,19 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     own += [f"adapter.{key}=4" for key in ("tinit", "tfinal") if key in recipe.adapter.options()]
     short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
     train, half = ["train", *command, *short, "--quiet"], steps // 2
-    until = [f"train.output_dir={straight}", f"--until={steps}"]
+    until = [kept_runs.in_folder(straight), f"--until={steps}"]
     ends = (Exit.STOPPED, Exit.DONE)
     resumed = kept_runs.share_of_steps(lived, steps, None)
     try:
         with progress.phase(screen, "rehearsal", parts=4):
             with kept_runs.part("until the run is killed", lived, half):
-                phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=half)
+                phases = _live([*train, kept_runs.in_folder(lived)], lived, kill_after=half)
             newest, *older = checkpoints.published(lived / "checkpoints")
             if checkpoints.step_of(newest) == steps and older:  # leave at least one step for the new process
                 shutil.rmtree(newest)
             screen.say(f"killed the run after step {half}; resuming it in a new process ...")
             with progress.part("resumed run", lambda: (steps * resumed() - half) / (steps - half)):
-                phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
+                phases += _live([*train, kept_runs.in_folder(lived), "--resume"], lived, said="resume: ")
             screen.say("training the same steps without a stop, for comparison ...")
             with kept_runs.part("without a stop", straight, steps):
                 phases += _live([*train, *until], straight, expected=ends, said="without a stop: ")

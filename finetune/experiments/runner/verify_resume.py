@@ -91,7 +91,7 @@ def _both_runs(
         shorter = shortened(recipe)
         until = f"--until={2 * HALF}"
         with kept_runs.part("without a stop", straight, 2 * HALF):
-            _train([*command, *shorter, f"train.output_dir={straight}", until])
+            _train([*command, *shorter, kept_runs.in_folder(straight), until])
         last = max(map(checkpoints.step_of, checkpoints.published(straight / "checkpoints")))
         if last <= HALF:
             raise UserError(
@@ -112,7 +112,7 @@ def _both_runs(
         safe_files.write_text(resumed, "metrics.jsonl", "".join(before))
         logged = kept_runs.share_of_steps(resumed, 2 * HALF, None)  # starts at the half
         with progress.part("resumed run", lambda: 2 * logged() - 1):
-            _train([*command, *shorter, f"train.output_dir={resumed}", "--resume", until])
+            _train([*command, *shorter, kept_runs.in_folder(resumed), "--resume", until])
         return compare(straight, resumed, last), last, shorter
     finally:
         shutil.rmtree(folder, ignore_errors=True)

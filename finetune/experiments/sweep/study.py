@@ -373,7 +373,7 @@ def words_of(job: Search, values: dict[str, Any], folder: Path) -> tuple[list[st
     given = [*job.asked.overrides, *search_space.overrides(values)]
     recipe = load_recipe(job.asked.path, given)
     every = search_space.every(recipe, job.space.search, job.found.rows)
-    mine = [*search_space.IN_TRIALS, f"eval.eval_steps={every}", f"train.output_dir={folder}"]
+    mine = [*search_space.IN_TRIALS, f"eval.eval_steps={every}", kept_runs.in_folder(folder)]
     if date := job.study.user_attrs.get(DATE):
         mine.append(f"data.template_date={date}")
     launched = ["--accelerate", job.asked.accelerate] if job.asked.accelerate else []
@@ -477,7 +477,7 @@ def final(requested: SweepRequest) -> None:
         Stopped: a signal arrived. The same command resumes.
     """
     best, folder = requested.folder / sweep_report.BEST, requested.folder / "final"
-    words = ["train", str(best), f"train.output_dir={folder}", "--resume=auto"]
+    words = ["train", str(best), kept_runs.in_folder(folder), "--resume=auto"]
     words += ["--accelerate", requested.accelerate] if requested.accelerate else []
     running, told = list[subprocess.Popen[bytes]](), list[str]()
 
