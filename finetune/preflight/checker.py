@@ -401,7 +401,8 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     listed = module_lists.read(folder / "config.json", config)
     declared = stored_weights.declaration(config)
     stored = checkpoint_headers.check_tensors(folder, declared)
-    checkpoint_headers.check_size(stored, listed.names, declared)
+    if stored:
+        checkpoint_headers.check_size(stored, listed.names, declared)
     same_names = module_lists.has_names_of_files(listed.names)
     if missing := checkpoint_headers.lacks(stored, listed.names, same_names=same_names and not declared):
         raise UserError(checkpoint_headers.missing_weights(missing))

@@ -21,7 +21,7 @@ def of_path(key: str, path: str | Path) -> str:
     """
     text = str(path)
     text = f"./{text}" if text.startswith("~") else text
-    is_plain = re.fullmatch(r"[\w./-]+", text) and strict_yaml.scalar(text) == text and text[0] != "-"
+    is_plain = re.fullmatch(r"[\w./][\w./ -]*(?<! )", text) and strict_yaml.scalar(text) == text
     return f"{key}={text if is_plain else json.dumps(text, ensure_ascii=False)}"
 
 

@@ -96,11 +96,13 @@ class Watched:
         self.begun = True
         try:
             return next(self.batches)
-        except Exception:  # torch notices workers that end, and raises one
+        except Exception as error:  # torch notices workers that end, and so does the pipe to one of them
             if self.hangs:
                 timer.join()
                 assert self.error
                 raise self.error from None
+            if isinstance(error, ConnectionError | EOFError) and not str(error).startswith("Caught"):
+                raise _ended(error) from error
             raise
         finally:
             timer.cancel()
@@ -112,13 +114,15 @@ class Watched:
 
 def ended(error: BaseException) -> UserError | None:
     """Return the error for the user if a worker ended, such as by the kernel when the memory is full."""
-    if not (isinstance(error, RuntimeError) and str(error).startswith(ENDED)):
-        return None
+    return _ended(error) if isinstance(error, RuntimeError) and str(error).startswith(ENDED) else None
+
+
+def _ended(error: BaseException) -> UserError:
     return UserError(
         Problem(
             "a data loader worker ended",
             "train.dataloader_num_workers",
-            found=first_line(error),
+            found=first_line(error) or type(error).__name__,
             fix="resume with --resume; if the memory was full, set fewer workers",
             why="the kernel ends a process with the signal Killed if the memory is full",
             code="launch-lost",

@@ -43,6 +43,8 @@ def train_once(
     def run(*overrides: str) -> RunFolder:
         key = hashlib.sha256(json.dumps(overrides).encode()).hexdigest()[:16]
         folder, done = shared / f"once-{key}", shared / f"once-{key}.done"
+        if done.exists():  # a process that the training has left behind can hold the lock
+            return RunFolder(folder)
         with folder.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not done.exists():
