@@ -98,7 +98,9 @@ class Watched:
             return next(self.batches)
         except Exception as error:  # torch notices workers that end, and so does the pipe to one of them
             if self.hangs:
+                restore = stop_handler()
                 timer.join()
+                restore()
                 assert self.error
                 raise self.error from None
             if isinstance(error, ConnectionError | EOFError) and not str(error).startswith("Caught"):
@@ -129,6 +131,17 @@ def _ended(error: BaseException) -> UserError:
         ),
         code=Exit.TRAINING,
     )
+
+
+def stop_handler() -> Callable[[], object]:
+    """Stop torch's handler of SIGCHLD, which raises an error in any line when a further worker ends.
+
+    Returns:
+        A function that installs it again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None  # only the main thread handles signals
+    return partial(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
 
 
 def keep_workers(prepare: Callable[[int], None] | None) -> Any:

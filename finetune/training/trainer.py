@@ -359,10 +359,12 @@ class Trainer(SFTTrainer):
             StartAgain: the first step ran out of memory, and `auto` has stronger settings.
         """
         self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
+        after = contextlib.ExitStack()
         try:
             with training_state.refusals(self, checkpoint):
                 self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except Exception as error:  # out of memory has many types; any other error is raised again
+            after.callback(loader_workers.stop_handler())
             if loader_workers.timed_out(error):
                 raise loader_workers.end(self.loader_timeout) from error
             if lost := loader_workers.ended(error):
@@ -373,8 +375,10 @@ class Trainer(SFTTrainer):
         finally:
             faulthandler.cancel_dump_traceback_later()
             self.schedule.stop.step_began = None
+            self.watched = None  # it holds the loader's workers
             if self.loader is not None:
                 upstream_private.end_loader_workers(self.loader)
+            after.close()
         if self.corrector and no_memory:  # after the except block, no traceback holds the step's tensors
             self.accelerator.free_memory()
             self.corrector.start_again()
