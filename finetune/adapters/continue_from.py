@@ -414,7 +414,7 @@ def check_patterns(folder: Path, model: nn.Module) -> None:
 def check_keys(folder: Path) -> None:
     """Stop if adapter_config.json has keys that PEFT's own version does not write (exit 4).
 
-    PEFT ignores an unknown key, and takes the default of the one that is missing.
+    PEFT ignores an unknown key, and takes the default of a key that is missing.
     """
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING

@@ -1,7 +1,7 @@
-"""Check the config and the weight files of a base model before transformers builds the model.
+"""Check the config and the weight files of a base model.
 
-transformers builds the model of config.json first, and compares it with the files later. A damaged config can
-ask for any size.
+These checks come first, because transformers builds the model of config.json before it looks at the weight
+files. A damaged config can ask for any size.
 """
 
 from __future__ import annotations

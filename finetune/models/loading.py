@@ -51,7 +51,6 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
         "dtype": getattr(torch, setup.weights_dtype),
     }
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
-    checked_files.check_weights(model, config, declared)
     # Accelerate sends the weights of rank 0 to the other ranks. DeepSpeed shards them while it loads, and
     # supports no device map.
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
@@ -59,6 +58,7 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
     if launch_environment.read_by_rank_0() and not setup.launch.main:
         loaded = without_weights(stored_weights.forget(config), options["dtype"])
     else:
+        checked_files.check_weights(model, config, declared)
         read = model_class.auto_class(config).from_pretrained
         with ONE_AT_A_TIME, stage("loaded the base model", "model.name"):
             loaded, found = model_files.from_hub(

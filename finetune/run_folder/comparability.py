@@ -182,7 +182,7 @@ def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
 
 
 def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
-    """Report base models of one name whose files differ, or whose losses on the same validation set do."""
+    """Report base models of one name with other files, or with another loss on the same validation set."""
     recipes = [load_recipe(folder.recipe, (), folder.format_version) for folder in (a, b)]
     recorded = [folder.found("environment.json").get("base_model") for folder in (a, b)]
     if all(recorded) and recorded[0] != recorded[1]:

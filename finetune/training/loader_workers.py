@@ -96,7 +96,7 @@ class Watched:
         self.begun = True
         try:
             return next(self.batches)
-        except Exception as error:  # torch notices workers that end, and so does the pipe to one of them
+        except Exception as error:  # if a worker ends, torch raises an error, or the pipe to it does
             if self.hangs:
                 restore = stop_handler()
                 timer.join()

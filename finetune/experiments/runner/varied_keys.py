@@ -122,7 +122,7 @@ def text_of(value: object) -> str:
 
 
 def values_of(recipe: Recipe) -> dict[str, str]:
-    """Return a recipe's values by dotted key. Of paths it is the last part, because machines differ."""
+    """Return a recipe's values by dotted key, and paths without their folder, because machines differ."""
     own: Any = {"train": {"output_dir"}, "data": {"cache_dir"}, "publish": True}
     values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
     found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}

@@ -330,6 +330,7 @@ def test_what_accelerate_says_of_its_options_is_an_error(tmp_path, capsys) -> No
 def test_a_missing_config_of_the_launcher_is_an_error_and_a_shipped_name_is_found(
     capsys, monkeypatch
 ) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # the launcher sets it for its processes
     assert launcher.main(["--config_file", "cpu_22", "scripts/train.py"]) == 2
     shown = capsys.readouterr().err
     assert "--config_file: finetune can't find this accelerate config" in shown and "cpu_2" in shown
