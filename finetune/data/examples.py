@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +16,12 @@ Message = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class Row:
     value: dict[str, Any]
-    where: str  # file:line, or name[index]
+    where: str  # file:line, name[index], or file.tar!member
+
+
+def file_of(where: str) -> str:
+    """Return the file or the Hub dataset of the place of a row."""
+    return re.sub(r"(\.tar(?:\.\w+)?)!.*$|:\d+$|\[\d+\]$", r"\1", where)
 
 
 class BadRow(Exception):

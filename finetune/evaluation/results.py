@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,7 +12,7 @@ from typing import Any
 from accelerate import PartialState
 
 from finetune.checkpointing.resume_contract import METRIC_FILES
-from finetune.data.examples import Example
+from finetune.data.examples import Example, file_of
 from finetune.data.preparation import HeldOut
 from finetune.evaluation import (
     lm_eval_harness,
@@ -156,8 +155,7 @@ def by_source(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, 
     sources: dict[str, list[int]] = {}
     groups = equal_examples(rows)
     for index, row in enumerate(rows):
-        name = re.sub(r"(:\d+|\[\d+\]|!.*)$", "", row.example.where)
-        sources.setdefault(name, []).append(index)
+        sources.setdefault(file_of(row.example.where), []).append(index)
     found = []
     for name, indices in sources.items():
         pair = base.part(indices), tuned.part(indices)

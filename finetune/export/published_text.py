@@ -13,6 +13,7 @@ import yaml
 from finetune.core import foreign_yaml
 from finetune.core.errors import Problem, raise_if_any
 from finetune.core.paths import local_path
+from finetune.data.examples import file_of
 from finetune.distributed import recorded_variables
 from finetune.hub import client
 from finetune.models import checkpoint_headers
@@ -34,11 +35,6 @@ _PATH = re.compile(r"(?<![\w:/.<~])~?/(?:[^\s/\"',;:()<>]+/)+(?=[^\s/])")
 
 # The `a/` of `a/b.jsonl` in a comment. It begins only where a path begins, or the search would be quadratic
 _FILE = re.compile(r"(?<![\w./-])(?:[\w.-]+/)+(?=[\w-]+\.\w)")
-
-
-# The position of an example in its file
-_PLACE = re.compile(r"(:\d+|\[\d+\]|!.*)$")
-
 
 # A quoted text, or all that follows a quote without an end
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*(?:"|\\?$)')
@@ -81,7 +77,7 @@ def evaluated_files(results: dict[str, Any]) -> list[str]:
     """Return the files that eval.json names. An override of `finetune evaluate` can add files."""
     places = [row.get("where", "") for row in results.get("worst", [])]
     places += [part.get("source", "") for part in results.get("sources", [])]
-    files = list(dict.fromkeys(_PLACE.sub("", place) for place in places))
+    files = list(dict.fromkeys(file_of(place) for place in places))
     # Notes in eval.json have absolute paths
     return files + [os.path.realpath(os.path.expanduser(file)) for file in files]
 

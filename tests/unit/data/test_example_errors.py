@@ -11,6 +11,7 @@ import pytest
 from finetune.cli import main
 from finetune.core.errors import Problem, UserError
 from finetune.data import example_errors
+from finetune.data.examples import file_of
 from finetune.data.preparation import Prepared, prepare
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.schema import Data, Model
@@ -377,3 +378,17 @@ def test_check_applies_a_limit_of_malformed_examples(tmp_path: Path) -> None:
     write(rows := tmp_path / "rows.jsonl", [*map(chat, range(8)), {"messages": None}, {"messages": None}])
     assert checked(rows, "data.validation=null", "data.expect.malformed=0.2") == 0
     assert checked(rows, "data.validation=null", "data.expect.malformed=0.1") == 2
+
+
+@pytest.mark.parametrize(
+    ("where", "file"),
+    [
+        ("a!b/x.jsonl:3", "a!b/x.jsonl"),
+        ("x.parquet[12]", "x.parquet"),
+        ("d/x.tar!a!b.json", "d/x.tar"),
+        ("d!/x.tar.gz!1", "d!/x.tar.gz"),
+        ("me/rows train[7]", "me/rows train"),
+    ],
+)
+def test_file_of_a_row_is_found_under_any_name(where: str, file: str) -> None:
+    assert file_of(where) == file
