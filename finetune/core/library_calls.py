@@ -83,5 +83,7 @@ def _changeable() -> dict[str, str]:
     All other variables stay as they are, because another thread of the program may set them meanwhile.
     """
     changed = ("ACCELERATE_", "FSDP_", "KINETO_LOG_LEVEL", "PYTHONSAFEPATH")
+    changed += ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
+    changed += ("ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC")  # `train.full_determinism` sets these five
     changed += ("FINETUNE_COMMITS", *SWITCHES)  # another call reads the newest commits
     return {name: value for name, value in os.environ.items() if name.startswith(changed)}

@@ -32,6 +32,11 @@ def usual() -> Iterator[None]:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(_set_precisions, torch, precisions)
+        warns = (
+            torch.is_deterministic_algorithms_warn_only_enabled()
+        )  # `train.full_determinism` switches it on
+        enabled = torch.are_deterministic_algorithms_enabled()
+        stack.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
         if legacy := _legacy_precision(torch):
             stack.callback(torch.set_float32_matmul_precision, legacy)
             torch.set_float32_matmul_precision("highest")

@@ -25,6 +25,7 @@ TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/d
 ENDED = "DataLoader worker (pid"
 LATER = 2  # seconds after torch's own limit
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr
+_stopped: list[Any] = []  # handlers of SIGCHLD that `stop_handler` replaced
 ANSWER_SECONDS = 0.5  # time for one worker to write its stack
 
 
@@ -98,9 +99,8 @@ class Watched:
             return next(self.batches)
         except Exception as error:  # if a worker ends, torch raises an error, or the pipe to it does
             if self.hangs:
-                restore = stop_handler()
+                stop_handler()
                 timer.join()
-                restore()
                 assert self.error
                 raise self.error from None
             if isinstance(error, ConnectionError | EOFError) and not str(error).startswith("Caught"):
@@ -133,15 +133,19 @@ def _ended(error: BaseException) -> UserError:
     )
 
 
-def stop_handler() -> Callable[[], object]:
-    """Stop torch's handler of SIGCHLD, which raises an error in any line when a further worker ends.
+def stop_handler() -> None:
+    """Stop torch's handler of SIGCHLD after an error.
 
-    Returns:
-        A function that installs it again.
+    It raises an error in any line when any process ends, as long as Python holds the loader of a lost worker.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None  # only the main thread handles signals
-    return partial(signal.signal, signal.SIGCHLD, signal.signal(signal.SIGCHLD, signal.SIG_DFL))
+    if threading.current_thread() is threading.main_thread():  # no other thread handles signals
+        _stopped.append(signal.signal(signal.SIGCHLD, signal.SIG_DFL))
+
+
+def restore_handler() -> None:
+    """Install the handler again, for the loader of the next training in this process."""
+    while _stopped and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, _stopped.pop())
 
 
 def keep_workers(prepare: Callable[[int], None] | None) -> Any:

@@ -359,12 +359,11 @@ class Trainer(SFTTrainer):
             StartAgain: the first step ran out of memory, and `auto` has stronger settings.
         """
         self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
-        after = contextlib.ExitStack()
         try:
             with training_state.refusals(self, checkpoint):
                 self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except Exception as error:  # out of memory has many types; any other error is raised again
-            after.callback(loader_workers.stop_handler())
+            loader_workers.stop_handler()
             if loader_workers.timed_out(error):
                 raise loader_workers.end(self.loader_timeout) from error
             if lost := loader_workers.ended(error):
@@ -378,7 +377,6 @@ class Trainer(SFTTrainer):
             self.watched = None  # it holds the loader's workers
             if self.loader is not None:
                 upstream_private.end_loader_workers(self.loader)
-            after.close()
         if self.corrector and no_memory:  # after the except block, no traceback holds the step's tensors
             self.accelerator.free_memory()
             self.corrector.start_again()
@@ -404,6 +402,7 @@ class Trainer(SFTTrainer):
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
+        loader_workers.restore_handler()
         inner.worker_init_fn = loader_workers.keep_workers(inner.worker_init_fn)
         inner.timeout = self.loader_timeout if inner.num_workers else 0
         # torch draws a seed when workers begin, also after a resume. With its own generator, this does not

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import TrainerCallback, enable_full_determinism
 
 import finetune
-from finetune.core import privacy, torch_settings
+from finetune.core import library_calls, privacy, torch_settings
 from finetune.core.errors import UserError
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import QUICKSTART
@@ -112,6 +112,13 @@ def test_training_does_not_depend_on_the_settings_of_torch_in_the_program(small,
         losses[name] = [line["loss"] for line in run.metrics if "loss" in line]
         losses[name].append(run.eval["base"]["loss"])
     assert all(found == losses["none"] for found in losses.values()), losses
+
+
+def test_full_determinism_ends_with_the_call() -> None:
+    environment = dict(os.environ)
+    library_calls.library_call("tested")(lambda: enable_full_determinism(0))()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert dict(os.environ) == environment
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
