@@ -86,7 +86,7 @@ def last_names(paths: Iterable[str]) -> dict[str, str]:
     """Map each path to its last name, with a number if another file has the same name."""
     names: dict[str, str] = {}
     of_file: dict[Path, str] = {}
-    ends: dict[str, Path] = {}  # end of a known path -> the first one that has it
+    ends: dict[str, Path] = {}  # end of a path -> the first known path that ends so
     taken: set[str] = set()
     numbers: dict[str, int] = {}
     for path in paths:

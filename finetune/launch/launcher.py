@@ -53,7 +53,7 @@ def if_needed(
 
     Args:
         arguments: the arguments of the `finetune` command, with its name first.
-        choose: chooses the launch for this machine if several GPUs are visible and no config was named.
+        choose: chooses the launch for this machine if several GPUs are visible and `config` is `None`.
         config: an accelerate config: a file, or the name of a shipped config.
 
     Raises:

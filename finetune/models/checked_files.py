@@ -45,7 +45,7 @@ def check_weights(model: Model, config: ModelConfig, declared: dict[str, Any]) -
         declared: the `quantization_config` of the model; empty if it has none.
 
     Raises:
-        UserError: a file is damaged, a scale or an expert is missing, or the files are too small for the
+        UserError: a file is damaged, or lacks a scale or an expert (exit 2). The files are too small for the
             model of config.json (exit 2). A file in the Hub's cache is damaged (exit 3).
     """
     folder = Path(model.name) if local_path(model.name) else _downloaded(model)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
 
 MOST_DIMENSIONS = 16
-LARGEST_PART_MISSING = 4  # the weights of a model, divided by those in its files; some models share weights
+MOST_SHARED = 4  # weights of a model for each weight in its files. Models can share weights
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
 MOST_PARTS = 2_000_000  # of a header, which has 8 for each tensor
 LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
@@ -187,7 +187,7 @@ def check_size(stored: Mapping[str, StoredTensor], names: Names, declared: dict[
     bits = sum(prod(tensor.shape) * _BITS[tensor.dtype] for tensor in stored.values())
     held = bits if declared else sum(prod(tensor.shape) for tensor in stored.values())
     unit = "bits" if declared else "weights"
-    if wanted > (held if declared else LARGEST_PART_MISSING * held):
+    if wanted > (held if declared else MOST_SHARED * held):
         raise UserError(
             Problem(
                 "the files are too small for the model of config.json",

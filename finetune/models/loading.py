@@ -89,7 +89,7 @@ def without_weights(config: ModelConfig, dtype: torch.dtype | None) -> Any:
     """Build a model from this config for a process that gets its shards of the weights from rank 0.
 
     Names, shapes, dtypes and buffers are correct. The memory of the weights is allocated but never touched,
-    so it uses no RAM. With transformers' own loading, every process would read all files.
+    so it uses no RAM. transformers' own loading would read all files in every process.
     """
     import torch
     from accelerate import init_empty_weights

@@ -97,7 +97,7 @@ class Watched:
         self.begun = True
         try:
             return next(self.batches)
-        except Exception as error:  # if a worker ends, torch raises an error, or the pipe to it does
+        except Exception as error:  # any error, of torch or of the pipe to a worker that ended
             if self.hangs:
                 stop_handler()
                 timer.join()

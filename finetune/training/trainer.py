@@ -363,7 +363,8 @@ class Trainer(SFTTrainer):
             with training_state.refusals(self, checkpoint):
                 self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except Exception as error:  # out of memory has many types; any other error is raised again
-            loader_workers.stop_handler()
+            if self.loader is not None and self.loader.num_workers:
+                loader_workers.stop_handler()
             if loader_workers.timed_out(error):
                 raise loader_workers.end(self.loader_timeout) from error
             if lost := loader_workers.ended(error):

@@ -194,8 +194,8 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
         UserError: the study has another recipe or space (exit 2), or is damaged (exit 4).
     """
     old = study_storage.verify(study, str(folder))
-    files = (search_space.BASE, search_space.ROWS)  # studies of older versions do not know them
-    began = {key: own[key] for key in own.keys() & {*files}} | study.user_attrs.get("identity", own)
+    files = {search_space.BASE, search_space.ROWS}  # studies of older versions do not know them
+    began = {key: own[key] for key in own.keys() & files} | study.user_attrs.get("identity", own)
     kept_runs.check_same(
         began,
         own,
