@@ -286,7 +286,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     for source, key in _read_from(data, held_out):
         paths = files_of(source, key)
         if paths is None:
-            found[hub_name(source)] = _identity(source)
+            found[hub_name(source)] = hub_content(source)
         for path in paths or ():
             found[str(path.resolve())] = client.sha256(path)
     return found
@@ -596,7 +596,7 @@ def title(source: Source) -> str:
     return source.name if source.split in (None, default) else f"{source.name} {source.split}"
 
 
-def _identity(source: Source) -> str:
+def hub_content(source: Source) -> str:
     """Return the commit of a Hub dataset, or the names of its files in the cache of `datasets`.
 
     If the Hub does not answer, a branch can mean several commits. `datasets` puts the files of each commit

@@ -275,7 +275,8 @@ def test_two_revisions_of_a_dataset_are_two_sources(hub: Hub) -> None:
     repo = hub.repos["me/rows"] = Repo(private=False)
     commits = [repo.commit(branch, {"a.jsonl": b"{}"}, branch) for branch in ("main", "v1")]
     both = [Source(name="me/rows", revision=revision) for revision in ("main", "v1")]
-    assert sorted(source_loading.fingerprints(Data(name=both)).values()) == sorted(commits)
+    for read in (source_loading.fingerprints, kept_runs.contents):  # of a run, and of an experiment
+        assert sorted(read(Data(name=[*both])).values()) == sorted(commits)
 
 
 def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:

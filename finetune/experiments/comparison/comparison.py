@@ -159,7 +159,7 @@ def plan(requested: ComparisonRequest, steps: dict[str, int] | None = None) -> l
         UserError: all problems of all recipes.
     """
     own = load_recipe(requested.path, requested.overrides)
-    data = kept_runs.hashes(own.data)
+    data = list(kept_runs.contents(own.data).values())
     jobs, problems, codes = [], {}, []
     for seed in range(own.train.seed, own.train.seed + requested.seeds):
         for entrant in enter(own, requested.adapters):

@@ -99,17 +99,15 @@ def identity(recipe: Recipe, data: list[str], *launch: object) -> str:
 
 
 def contents(data: Data) -> dict[str, str]:
-    """Map each local training and validation file to the hash of its content."""
+    """Map each local training and validation file to its hash, and each dataset of the Hub to its commit."""
     found = dict[str, str]()
     for source, key in source_loading.named(data):
-        for path in source_loading.files_of(source, key) or ():
+        paths = source_loading.files_of(source, key)
+        if paths is None:
+            found[source_loading.hub_name(source)] = source_loading.hub_content(source)
+        for path in paths or ():
             found[str(path)] = _content(path, source_loading.state_of(path))
     return found
-
-
-def hashes(data: Data) -> list[str]:
-    """Return the hash of each local file of the data, and the commit of each dataset of the Hub, in order."""
-    return list(source_loading.fingerprints(data).values())
 
 
 @functools.cache

@@ -142,7 +142,7 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
     rows, content = rows_of(recipe)
     for choice in choices_of(space, "data.name"):
         named = loader.load(path, [*given, f"data.name={json.dumps(choice)}"])
-        content = _digest([content, *kept_runs.hashes(named.data)])
+        content = _digest([content, *kept_runs.contents(named.data).values()])
     left = dataclasses.replace(space, parameters=kept)
     silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
     date = preparation.dated(recipe.data, token_checks.load_with_template(recipe)).template_date
@@ -229,7 +229,7 @@ def rows_of(recipe: Recipe) -> tuple[int | None, str]:
     The number is `None` if the data is streamed.
     """
     if recipe.data.streaming:
-        return None, _digest(kept_runs.hashes(recipe.data))
+        return None, _digest(list(kept_runs.contents(recipe.data).values()))
     prepared: Any = load_data.prepare_data(recipe)[1]
     return len(prepared.train), _digest(prepared.content)
 
