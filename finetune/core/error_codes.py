@@ -157,8 +157,8 @@ CODES = {
         "memory and which settings need less."
     ),
     "disk": (
-        "A disk is full, or a file can't be written. Free some space and run the command again "
-        "with --resume=auto."
+        "A disk is full or has failed, or a file can't be written. Free some space or check the drive, and "
+        "run the command again with --resume=auto."
     ),
     "process-limit": (
         "The system refused a new process or thread. Raise the limit with `ulimit -u`, or the limit of "

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import IntEnum
+from io import IOBase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,16 @@ LONGEST_TEXT = 2000  # characters of a text of an error
 # errno values of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errno values of an OSError: the disk is full
+# errno values of an OSError: the disk or the network drive has failed
+FAILED = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.EREMOTEIO,
+    errno.EUCLEAN,
+    errno.EBADMSG,
+    errno.ENODEV,
+)
 TOO_MANY = (errno.EMFILE, errno.ENFILE)  # errno values of an OSError: too many files are open
 # Texts of Python and of Rust's rayon at a limit of processes and threads, which have no type for it
 NO_THREAD = re.compile("can't start new thread|ThreadPoolBuildError")
@@ -294,6 +305,17 @@ def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
             ),
             code=Exit.ENVIRONMENT,
         )
+    if number in FAILED:
+        return UserError(
+            Problem(
+                "the disk or the network drive failed",
+                where=str(where or _open_file(error))[:LONGEST_NAME],
+                found=os.strerror(number),
+                fix="check the drive (`dmesg` shows its errors), restore the file, and run the command again",
+                code="disk",
+            ),
+            code=Exit.ENVIRONMENT,
+        )
     if number not in FULL:
         return _changed_file(error, doing) or unexpected(error, doing, command=command)
     return UserError(
@@ -306,6 +328,23 @@ def explain(error: Exception, doing: str, *, command: bool = True) -> UserError:
         ),
         code=Exit.ENVIRONMENT,
     )
+
+
+def _open_file(error: Exception) -> str:
+    """Return the file that finetune was using when an error without a path was raised, if any."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if _library_of(frame.f_code.co_filename)[0] == "finetune":
+            names = (
+                getattr(value, "name", value)
+                for value in frame.f_locals.values()
+                if isinstance(value, IOBase)
+            )
+            paths = (
+                value for value in frame.f_locals.values() if isinstance(value, Path) and value.is_file()
+            )
+            if found := next((str(one) for one in (*names, *paths) if isinstance(one, str | Path)), ""):
+                return found
+    return ""
 
 
 def _system_limit(error: Exception) -> Problem | None:

@@ -17,7 +17,6 @@ from typing import Any
 from finetune.core import safe_files
 from finetune.core.errors import UserError
 
-SAMPLE, SAMPLES = 2**16, 16  # bytes of a block of `sample`, and the number of blocks
 BLOCK = 2**22  # bytes that are hashed at a time
 
 
@@ -71,21 +70,6 @@ def verify(path: Path, stated: dict[str, Any]) -> None:
             raise Damaged(f"{path.name} has another content than was written")
     except OSError as error:
         raise Damaged(f"{path.name} can't be read ({error.strerror})") from None
-
-
-def sample(path: Path) -> str:
-    """Return a hash of the size of a file, and of blocks at equal distances, with the first and the last."""
-    import xxhash
-
-    size = path.stat().st_size
-    digest, step = xxhash.xxh3_128(str(size).encode()), max(1, (size - SAMPLE) // (SAMPLES - 1))
-    with path.open("rb") as file:
-        for start in range(0, max(1, size - SAMPLE + 1), step):
-            file.seek(start)
-            digest.update(file.read(SAMPLE))
-        file.seek(max(0, size - SAMPLE))
-        digest.update(file.read(SAMPLE))
-    return digest.hexdigest()
 
 
 def _hash(path: Path) -> str:

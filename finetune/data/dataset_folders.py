@@ -15,14 +15,14 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias
 
-from finetune.core import foreign_yaml, regular_files, strict_json
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core import regular_files
+from finetune.core.errors import Problem, UserError, first_line, nearest
 from finetune.core.folder_search import Search, match_paths
+from finetune.data import dataset_cards
 from finetune.data.readers import READERS
 
 Splits: TypeAlias = "dict[str, list[Path]]"
@@ -49,6 +49,7 @@ _MARKS = re.compile(r"[*?\[]")
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*\..*")
 _MAP_CACHE = re.compile(r"(cache-|tmp).*\.arrow")
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
+OF_SAVED = re.compile(r"_(fingerprint|format_|output_all|split|data_files|indices)")  # keys of state.json
 BOOKKEEPING = (STATE, INFO, DICT, "dataset_infos.json", "config.json")  # datasets.data_files.FILES_TO_IGNORE
 MOST_OF_CARD = 200_000  # entries of folders that the patterns of a README.md look at together
 DEEPEST = 8  # maximum depth of nested folders
@@ -204,10 +205,12 @@ def without_runs(matches: list[Path], pattern: str) -> list[Path]:
 
 def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
     """Return the files of a dataset that `save_to_disk` wrote, or `None` if the folder is no such dataset."""
-    state = _json_in(folder / STATE)
-    listed = state.get("_data_files") if isinstance(state, dict) else None
-    if not isinstance(listed, list):
+    state = _json_in(folder / STATE, key)
+    if state is None or not any(map(OF_SAVED.match, state)):
         return None
+    listed = state.get("_data_files")
+    if not isinstance(listed, list):
+        raise _damaged(folder / STATE, key, "no list of `_data_files`")
     # Written by datasets 1; later versions ignore the indices and would read other rows
     if state.get("_indices_data_files"):
         raise UserError(
@@ -238,10 +241,12 @@ def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
 
 def _splits_of_dict(folder: Path, key: str) -> Splits | None:
     """Return the splits of a `DatasetDict` that `save_to_disk` wrote, or `None` if the folder is not one."""
-    content = _json_in(folder / DICT)
-    names = content.get("splits") if isinstance(content, dict) else None
-    if not isinstance(names, list):
+    content = _json_in(folder / DICT, key)
+    if content is None:
         return None
+    names = content.get("splits")
+    if not isinstance(names, list):
+        raise _damaged(folder / DICT, key, "no list of `splits`")
     found = {}
     for name in dict.fromkeys(map(str, names)):
         is_inside = "/" not in name and name not in (".", "..")
@@ -279,13 +284,18 @@ def _with_standard_names(splits: Splits) -> Splits:
 
 
 def _splits_of_readme(folder: Path, key: str, config: str | None) -> Splits | None:
-    """Return the splits under `configs:` in README.md, or `None` if none of their files is in the folder."""
-    configs = _configs_of(folder / "README.md")
-    search = Search(key, MOST_OF_CARD)
-    by_config = {name: _splits_of_config(folder, entry, search) for name, entry in configs.items()}
+    """Return the splits under `configs:` in README.md, or `None` if it has no configs."""
+    configs = dataset_cards.configs_of(folder, key)
+    if not configs:
+        return None
+    search, missing = Search(key, MOST_OF_CARD), dict[str, list[str]]()
+    by_config = {
+        name: _splits_of_config(folder, entry, search, missing.setdefault(name, []))
+        for name, entry in configs.items()
+    }
     by_config = {name: splits for name, splits in by_config.items() if any(splits.values())}
     if not by_config:
-        return None
+        raise _no_files(folder, key, list(chain.from_iterable(missing.values())))
     default = [name for name in by_config if name == "default" or configs[name].get("default") is True]
     default = [config] if config in by_config else default
     if not default and len(by_config) > 1:
@@ -301,53 +311,24 @@ def _splits_of_readme(folder: Path, key: str, config: str | None) -> Splits | No
             )
         )
     chosen = next(iter(default or by_config))
+    if missing[chosen]:
+        raise _no_files(folder, key, missing[chosen])
     splits = by_config.pop(chosen)
     others = [path for found in by_config.values() for path in _all(found) if path not in _all(splits)]
     return {**splits, OTHER_CONFIGS: list(dict.fromkeys(others))}
 
 
-def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
-    """Return the configs in the YAML header of a dataset card by name.
-
-    Raises:
-        UserError: the card is not a regular file, or is too large (exit 2).
-    """
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        text = _header_of(regular_files.read_text(readme))
-        if not _is_plain(yaml.parse(text, loader)):
-            return {}
-        found = yaml.safe_load(text)["configs"]
-        return {str(config["config_name"]): config for config in found}
-    except (OSError, *foreign_yaml.ERRORS):  # not a dataset card
-        return {}
+def _no_files(folder: Path, key: str, patterns: list[str]) -> UserError:
+    names = ", ".join(patterns[:5])
+    return dataset_cards.refuse(folder / "README.md", key, f"the folder has no data file {names}")
 
 
-def _header_of(card: str) -> str:
-    first, _, rest = card.partition("\n")
-    return rest.split("\n---\n")[0] if first.strip() == "---" else ""
-
-
-def _is_plain(events: Iterable[Any]) -> bool:
-    """Return whether YAML has no alias and no deep nesting.
-
-    A few aliases can expand to a very large value.
-    """
-    depth = 0
-    for event in events:
-        kind = type(event).__name__
-        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
-        if kind == "AliasEvent" or depth > strict_json.DEEPEST:
-            return False
-    return True
-
-
-def _splits_of_config(folder: Path, config: dict[str, Any], search: Search) -> Splits:
+def _splits_of_config(folder: Path, config: dict[str, Any], search: Search, missing: list[str]) -> Splits:
+    """Return the files of a config by split. Add the paths and patterns without a file to `missing`."""
     inside = str(config.get("data_dir") or "")
     base, said = folder / inside, config.get("data_files")
     if not _stays_below(inside) or not base.is_dir():
+        missing.append(inside)
         return {}
     if not said:
         named = _splits_by_name(base, "data.name") if inside else {}
@@ -360,6 +341,7 @@ def _splits_of_config(folder: Path, config: dict[str, Any], search: Search) -> S
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
             matches = match_paths(str(pattern), base, search=search) if _stays_below(pattern) else []
             files = [path for path in matches if _is_data(path)]
+            missing += [] if files else [str(pattern)]
             found[split] = list(dict.fromkeys([*found.get(split, []), *files]))
     return found
 
@@ -438,13 +420,32 @@ def _all(splits: Splits) -> list[Path]:
     return list(chain.from_iterable(splits.values()))
 
 
-def _json_in(path: Path) -> Any:
-    """Return the content of a manifest, or `None` if it is missing or cannot be read.
+def _json_in(path: Path, key: str) -> dict[str, Any] | None:
+    """Return the content of a manifest, or `None` if there is none.
 
     Raises:
-        UserError: the manifest is not a regular file, or is too large (exit 2).
+        UserError: the manifest is damaged, not a regular file, or too large (exit 2).
     """
-    try:
-        return regular_files.read_json(path)
-    except (OSError, ValueError):
+    if not path.exists():
         return None
+    try:
+        content = regular_files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, key, first_line(error)) from None
+    if not isinstance(content, dict):
+        raise _damaged(path, key, "no JSON object")
+    return content
+
+
+def _damaged(path: Path, key: str, found: str) -> UserError:
+    return UserError(
+        Problem(
+            "the file is damaged",
+            key,
+            where=str(path),
+            found=found,
+            fix="save the dataset again with save_to_disk, or name its files in place of the folder",
+            why="the file says which files of the folder are the dataset",
+            code="data-format",
+        )
+    )

@@ -20,7 +20,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 
 ITERATIONS = 5_000_000  # maximum loop iterations of one rendering
 ON_AVERAGE = 50_000  # maximum loop iterations of a rendering of a chat, on average over all of them
+PER_ITERATION = 1e-6
+"""Seconds of processor time that a rendering of a chat may take for each of these iterations, on average.
+
+A chat gets the same time for each of its characters. So filters, which count no iterations, are limited too.
+"""
 # Added for each pair of messages, because some templates look back from each message
 ITERATIONS_PER_PAIR = 20
 LARGEST_POWER = 100_000  # maximum bits of the result of `**`
@@ -156,17 +163,29 @@ class Child:
                     pipe.close()
 
     def ask(self, request: dict[str, Any], chats: list[Any]) -> list[Any]:
-        """Return the answer to each chat. If a chat ends the process, its answer is an error."""
+        """Return the answer to each chat. If a chat ends the process, its answer is an error.
+
+        If a rendering takes too long, the chats after it get the same answer and are not rendered.
+        """
         head = json.dumps(request)
-        answers = []
+        answers = list[Any]()
         with self.lock:
             for portion in _portions(chats):
                 found = self._exchange(head, portion)
-                if found is None and len(portion) > 1:
-                    found = [
-                        answer for chat in portion for answer in self._exchange(head, [chat]) or [self.died]
-                    ]
-                answers += found or [self.died]
+                answers += self._one_by_one(head, portion) if found is None else found
+                if answers[-1] == STOPS_ALL:
+                    return answers + [STOPS_ALL] * (len(chats) - len(answers))
+        return answers
+
+    def _one_by_one(self, head: str, portion: list[str]) -> list[Any]:
+        """Return the answers to chats of which one ended the process, up to one that takes too long."""
+        if len(portion) == 1:
+            return [self.died]
+        answers = list[Any]()
+        for chat in portion:
+            answers += self._exchange(head, [chat]) or [self.died]
+            if answers[-1] == STOPS_ALL:
+                break
         return answers
 
     def _exchange(self, head: str, chats: list[str]) -> list[Any] | None:
@@ -199,7 +218,12 @@ class Child:
 
 
 TOO_SLOW_TOGETHER = f"{STOPPED}: all renderings together took more than {ON_AVERAGE:,} loop iterations each"
+TOO_LONG_TOGETHER = (
+    f"{STOPPED}: all renderings together took more than {ON_AVERAGE * PER_ITERATION:.2f} s of the "
+    "processor's time each"
+)
 TOO_SLOW = f"{STOPPED}: one rendering took {SECONDS} s of the processor's time"
+STOPS_ALL = ("", (), TOO_SLOW)  # the answer to such a chat
 KILLED = f"{STOPPED}: its process was killed, as Linux does when the memory of the machine is full"
 HUNG = f"{STOPPED}: its process did nothing for {HANGS} s"
 TOO_LARGE = f"the template took more than {MEGABYTES} MB"
@@ -413,10 +437,18 @@ def _chat_template(source: str, upstream: ModuleType) -> tuple[Any, Any]:
         return environment.from_string(source), limits
 
 
+@dataclass
+class _Spare:
+    """What the renderings of a template have left, together."""
+
+    iterations: int = ITERATIONS
+    seconds: float = ITERATIONS * PER_ITERATION
+    """Processor time."""
+
+
 @lru_cache(maxsize=16)
-def _spare_iterations(source: str) -> list[int]:
-    """Return the loop iterations that the renderings of a template have left, as a list of one number."""
-    return [ITERATIONS]
+def _spare(source: str) -> _Spare:
+    return _Spare()
 
 
 def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
@@ -431,9 +463,13 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
         messages: list[Any], tools: Sequence[dict[str, Any]] | None, prompt: bool = request["prompt"]
     ) -> tuple[str, list[Any]]:
         template, limits = _chat_template(request["template"], upstream)
-        pairs, spare = ITERATIONS_PER_PAIR * len(messages) ** 2, _spare_iterations(request["template"])
-        spare[0] += ON_AVERAGE + pairs
-        limits.left = most = min(spare[0], ITERATIONS + pairs)
+        pairs, spare = ITERATIONS_PER_PAIR * len(messages) ** 2, _spare(request["template"])
+        spare.iterations += ON_AVERAGE + pairs
+        spare.seconds += (ON_AVERAGE + pairs) * PER_ITERATION
+        limits.left = most = min(spare.iterations, ITERATIONS + pairs)
+        if spare.seconds < 0:
+            raise _Refused(TOO_LONG_TOGETHER)
+        began = time.process_time()
         given = {
             "messages": upstream_private.with_reasoning_fields(upstream, messages),
             "tools": tools,
@@ -445,15 +481,17 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
             with _limited_time():
                 text, spans = _with_marks(template, given) if marks else (template.render(given), [])
         except _Refused:
-            if limits.left < 0 and most == spare[0]:
+            if limits.left < 0 and most == spare.iterations:
                 raise _Refused(TOO_SLOW_TOGETHER) from None
             raise
         finally:
-            spare[0] -= most - limits.left
+            spare.iterations -= most - limits.left
+            spare.seconds -= time.process_time() - began
         _check_text(text)
         return text, spans
 
     def one(chat: tuple[Any, Any]) -> tuple[Any, Any]:
+        _spare(request["template"]).seconds += len(json.dumps(chat)) * PER_ITERATION
         if request["way"] == "turns" and not request["prompt"]:
             return _by_turns(rendered, *chat, request["after"])
         return rendered(*chat)

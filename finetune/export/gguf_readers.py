@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -248,6 +249,8 @@ def _ask(address: str, body: dict[str, Any] | None = None) -> Any:
             return json.load(response)
     except HTTPError as error:
         raise ValueError(f"llama.cpp rejected the request: {error.read().decode()[:300]}") from error
+    except HTTPException as error:
+        raise ConnectionError(f"llama.cpp ended within an answer ({type(error).__name__})") from error
 
 
 def transformers_reader(path: Path, job: ExportJob) -> Reader:

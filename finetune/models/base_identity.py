@@ -1,4 +1,4 @@
-"""Recognize the base model of a run by its config.json and samples of its weight files."""
+"""Recognize the base model of a run by its config.json and samples of its tensors."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.core import regular_files, verified_files
+from finetune.core import regular_files
 from finetune.core.errors import Problem, raise_if_any
 from finetune.core.paths import local_path
 from finetune.core.weight_files import find_weight_files
 from finetune.hub import client
-from finetune.models import model_files, usual_configs
+from finetune.models import checkpoint_headers, model_files, usual_configs
 from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 CHANGED = "the base model has changed since the run"
+OLD = "the run is of an earlier version, so finetune compares only config.json of the base model"
 
 
 def describe(model: Model) -> dict[str, Any]:
     """Return the values of config.json that change what a model computes, and a hash of each weight file.
 
-    The hash is of samples, so that large files take milliseconds. A few changed bytes may be between them.
+    The hash is of both ends of each tensor, so that large files take milliseconds.
     Empty for a model on the Hub, which its commit identifies.
     """
     if not local_path(model.name):
@@ -31,7 +32,7 @@ def describe(model: Model) -> dict[str, Any]:
     files = find_weight_files(Path(model.name), "model.name")
     return {
         "config": config_values(model),
-        "weights": {file.name: verified_files.sample(file) for file in files},
+        "tensors": {file.name: checkpoint_headers.sample(file) for file in files},
     }
 
 
@@ -73,6 +74,7 @@ def check_adapter(folder: Path, model: Model) -> None:
             code="adapter-files",
         )
         for note in (_local_notes(model, run) if folder == run.adapter and run.recipe.exists() else ())
+        if note != OLD
     )
 
 
@@ -95,13 +97,15 @@ def _local_notes(model: Model, run: RunFolder) -> list[str]:
     recorded, now = run.found("environment.json").get("base_model"), describe(model)
     if not recorded or not now:
         return []
+    parts = [("config", " in config.json"), ("tensors", "")]
+    old = [] if "tensors" in recorded else [OLD]
     differing = list[str]()
-    for part, where in (("config", " in config.json"), ("weights", "")):
+    for part, where in parts[:1] if old else parts:
         then, today = recorded.get(part, {}), now.get(part, {})
         keys = sorted(then.keys() | today.keys())
         differing += [f"{key}{where}" for key in keys if then.get(key) != today.get(key)]
     if not differing:
-        return []
+        return old
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return [f"{CHANGED}: {', '.join(differing[:3])}{more}"]
 

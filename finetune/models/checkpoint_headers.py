@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ MOST_DIMENSIONS = 16
 MOST_SHARED = 4  # weights of a model for each weight in its files. Models can share weights
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
 MOST_PARTS = 2_000_000  # of a header, which has 8 for each tensor
+SAMPLE = 2**12  # bytes of each end of a tensor that `sample` reads
 LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
 # Bits per value, by dtype names of the safetensors format
 _BITS = {
@@ -55,20 +57,8 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
     """Return the dtype and shape of each tensor, as `tensors` does."""
     found: dict[str, StoredTensor] = {}
     for path in find_weight_files(folder, key):
-        try:
+        with _refused(path, key):
             header = _header(path)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            refuse_lfs_pointer(path, key)
-            raise UserError(
-                Problem(
-                    "the file is damaged or is not a safetensors file",
-                    key,
-                    where=str(path),
-                    found=str(error),
-                    fix=DOWNLOAD,
-                    code="model-files",
-                )
-            ) from error
         if twice := sorted(found.keys() & header.keys()):
             raise UserError(
                 Problem(
@@ -83,6 +73,25 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
             )
         found |= header
     return found
+
+
+@contextlib.contextmanager
+def _refused(path: Path, key: str) -> Iterator[None]:
+    """Refuse a file that is not a safetensors file (exit 2)."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        refuse_lfs_pointer(path, key)
+        raise UserError(
+            Problem(
+                "the file is damaged or is not a safetensors file",
+                key,
+                where=str(path),
+                found=str(error),
+                fix=DOWNLOAD,
+                code="model-files",
+            )
+        ) from error
 
 
 def missing_weights(missing: Collection[str]) -> Problem:
@@ -340,13 +349,8 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            raise ValueError(f"its header would be {length:,} bytes, the file is {size:,}")
-        if length > LARGEST_HEADER:
-            raise ValueError(f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}")
-        text = file.read(length)
-        strict_json.check_size(text, MOST_PARTS)
+        text = _text(file, size)
+        length = len(text)
         header = json.loads(text.decode())  # the format is UTF-8 without a mark, and json reads others
         if text.count(b'"__metadata__"') > 1:
             json.loads(text, object_pairs_hook=_with_metadata_once)
@@ -367,6 +371,40 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(entry["dtype"], entry["shape"], states.get(name, b""))
         for name, entry in entries.items()
     }
+
+
+def _text(file: IO[bytes], size: int) -> bytes:
+    """Read the text of a header, after which the tensors start (ValueError if it is too large)."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > size - 8:
+        raise ValueError(f"its header would be {length:,} bytes, the file is {size:,}")
+    if length > LARGEST_HEADER:
+        raise ValueError(f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}")
+    text = file.read(length)
+    strict_json.check_size(text, MOST_PARTS)
+    return text
+
+
+def sample(path: Path) -> str:
+    """Return a hash of the header of a file, and of the first and the last bytes of each tensor.
+
+    It takes milliseconds for a large file. A change in the middle of a tensor alone leaves the hash as it is.
+
+    Raises:
+        UserError: the file is not a safetensors file (exit 2).
+    """
+    import xxhash
+
+    size = path.stat().st_size
+    with _refused(path, "model.name"), path.open("rb") as file:
+        text = _text(file, size)
+        digest, start = xxhash.xxh3_128(text), 8 + len(text)
+        entries = [entry for name, entry in json.loads(text).items() if name != "__metadata__"]
+        # One block at each border holds the end of a tensor and the start of the next
+        for border in sorted({0, *(entry["data_offsets"][1] for entry in entries)}):
+            file.seek(start + max(0, border - SAMPLE))
+            digest.update(file.read(2 * SAMPLE))
+    return digest.hexdigest()
 
 
 def _with_metadata_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

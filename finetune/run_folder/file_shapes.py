@@ -100,8 +100,8 @@ class Launch(Shape):
 class BaseIdentity(Shape):
     config: dict[str, Any] = {}
     """Values of config.json that change what the base model computes."""
-    weights: dict[str, str] = {}
-    """Weight file: hash of its size and of samples."""
+    tensors: dict[str, str] = {}
+    """Weight file: hash of its header and of both ends of each tensor."""
 
 
 class Environment(Shape):
@@ -380,6 +380,22 @@ class Evaluation(Compared):
     """Values per example, to compare two runs."""
 
 
+class SavedFile(Shape):
+    bytes: int = Field(ge=0)
+    """Size of the file."""
+    xxh3_128: str
+    """Hash of its content."""
+
+
+class SavedWeights(Shape):
+    """weights.json: the files of the trained weights, which later commands compare."""
+
+    folder: str
+    """adapter or model."""
+    files: dict[str, SavedFile]
+    """Name of the file: its size and its hash."""
+
+
 class Merge(Shape):
     """One of merge.json: what `finetune merge` reported of a folder."""
 
@@ -389,6 +405,8 @@ class Merge(Shape):
     """int8, int4 or fp8, after `--quantize`."""
     scores: dict[str, dict[str, Any]] = {}
     """Scores of the merged model."""
+    files: dict[str, SavedFile] = {}
+    """Name of the file: its size and its hash."""
 
 
 class ComparedIds(Shape):
@@ -593,6 +611,7 @@ SHAPES: dict[str, Any] = {
     "measured steps": Annotated[list[MeasuredStep], AfterValidator(_check_alike)],
     "eval.json": Evaluation,
     "eval.other.json": Evaluation,
+    "weights.json": SavedWeights,
     "merge.json": dict[str, Merge],
     "export.json": dict[str, Export],
     "checkpoints/contract.json": Contract,

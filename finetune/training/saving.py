@@ -14,6 +14,7 @@ from finetune.core.console import Console
 from finetune.distributed import collectives, sharded_tensors, transformer_engine_layers
 from finetune.evaluation import scoring
 from finetune.models import generation_config
+from finetune.run_folder import saved_weights
 from finetune.run_folder.run_folder import RunFolder
 
 
@@ -37,8 +38,10 @@ def save(
             stops = scoring.stop_ids(adapted, tokenizer)
             for note in generation_config.settle_generation(adapted.generation_config, stops):
                 screen.say(f"note: {note}")
+        saved_weights.forget(folder)
         with safe_files.replace_folder(folder.path, target.name) as private:
             initialization.save(adapted, private, initial, tensors)
             tokenizer.save_pretrained(str(private))
+        saved_weights.record(folder, target)
     processes.wait_for_everyone()
     collectives.appears(target / "tokenizer_config.json")  # the last file that is saved

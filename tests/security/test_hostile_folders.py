@@ -81,11 +81,11 @@ def test_file_whose_name_is_not_utf_8_is_refused(command: str, tmp_path, command
 
 
 @pytest.mark.parametrize("make", [card_with_aliases, nested_card])
-def test_card_that_grows_or_nests_is_no_card(make, tmp_path, commands) -> None:
+def test_card_that_grows_or_nests_is_refused(make, tmp_path, commands) -> None:
     (folder := tmp_path / "data").mkdir()
     make(folder)
     ended = commands.run("check", str(QUICKSTART), f"data.name={folder}")
-    assert not ended.wrong and ended.code == 0, ended
+    assert not ended.wrong and ended.code == 2 and "dataset card" in ended.said, ended
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "README.md"])

@@ -12,7 +12,7 @@ import yaml
 from finetune.cli import main
 from finetune.core import errors, strict_yaml
 from finetune.core.errors import UserError
-from finetune.data import dataset_folders
+from finetune.data import dataset_cards
 from finetune.export import published_text
 from finetune.launch import accelerate_config
 from finetune.recipe import new_recipe, renames
@@ -36,7 +36,8 @@ def test_yaml_that_has_no_value_is_no_bug(odd: str, tmp_path: Path, capsys) -> N
     with pytest.raises(UserError):
         accelerate_config.check(config)
     (card := tmp_path / "README.md").write_text(f"---\nconfigs: {odd}\n---\n")
-    assert dataset_folders._configs_of(card) == {}
+    with pytest.raises(UserError, match="can't read the dataset card"):
+        dataset_cards.configs_of(card.parent, "data.name")
     old = next(iter(renames.KEYS))
     section, _, key = old.partition(".")
     assert run_folder.settings(f"{section}:\n  {key}: {odd}  # recipe\n", 1)

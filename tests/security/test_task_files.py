@@ -293,7 +293,9 @@ def loaded(path: Path) -> Any:
         ("rows.json", '[{"question": "1+1", "answer": "2"}]'),
     ],
 )
-def test_local_folder_of_a_task_is_read_without_its_card(name, content, tmp_path, no_network) -> None:
+def test_local_folder_of_a_task_fetches_nothing_that_its_card_names(
+    name, content, tmp_path, no_network
+) -> None:
     """`datasets` fetches what README.md names, offline mode or not."""
     folder = tmp_path / "data"
     folder.mkdir()
@@ -305,6 +307,10 @@ def test_local_folder_of_a_task_is_read_without_its_card(name, content, tmp_path
     split = "test" if name.startswith("test") else "train"
     text = GENERATED.replace("test_split: test", f"test_split: {split}")
     (tmp_path / "task.yaml").write_text(f"{text}dataset_path: data\n")
+    with pytest.raises(UserError, match="can't read the dataset card"):
+        loaded(tmp_path / "task.yaml")
+    for card in ("README.md", ".huggingface.yaml"):
+        (folder / card).unlink()
     task = loaded(tmp_path / "task.yaml")
     (row,) = list(task.eval_docs)
     assert str(row["question"]) == "1+1" and str(row["answer"]) == "2"

@@ -123,6 +123,16 @@ def test_many_renderings_may_not_take_long_together() -> None:
     assert not any(one.error for one in answer(long, [(turns(1000), None)] * 10))
 
 
+def test_filters_of_many_renderings_may_not_take_long_together() -> None:
+    """Filters run without loops of the template, so they count no iterations."""
+    began = time.monotonic()
+    slow = "{% set z = range(99999)|map('string')|map('upper')|list %}" * 20
+    found = answer("{{ messages[0].content }}" + slow, ASKED * 24)
+    assert found[0].text == "Who came?" and not found[0].error
+    assert "took more than 0.05 s of the processor's time each" in found[-1].error
+    assert time.monotonic() - began < 30
+
+
 def turns(count: int) -> list[dict[str, Any]]:
     pair = ({"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."})
     return [
@@ -177,6 +187,25 @@ def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> No
     found = answer(PLAIN, [*ASKED, (huge, None), *ASKED])
     assert [text.text for text in found] == ["Who came?", "", "Who came?"]
     assert "256 MB" in found[1].error and child.process.pid != before
+
+
+def test_chats_after_a_rendering_that_takes_too_long_are_not_rendered(monkeypatch) -> None:
+    """Each would take as long."""
+    child = template_sandbox._child(os.getpid())
+    exchange, asked = child._exchange, list[int]()
+
+    def ends_as_at_the_limit(head: str, chats: list[str]) -> Any:
+        asked.append(len(chats))
+        limit = threading.Timer(3.0, lambda: os.kill(child.process.pid, signal.SIGPROF))
+        limit.start() if any("now" in chat for chat in chats) else None
+        return exchange(head, chats)
+
+    monkeypatch.setattr(child, "_exchange", ends_as_at_the_limit)
+    slow = "{% if messages[0].content == 'now' %}" + SQUARES + "{% endif %}"
+    now = [([{"role": "user", "content": "now"}], None)]
+    found = answer(slow, [*ASKED, *now * 4])
+    assert [one.error.startswith("the template was stopped") for one in found] == [False, *[True] * 4]
+    assert asked == [5, 1, 1]
 
 
 def test_process_that_the_system_kills_is_not_said_to_be_too_large() -> None:

@@ -19,6 +19,7 @@ import finetune
 from finetune.cli import arguments, main
 from finetune.core import command_lines, error_codes, errors
 from finetune.distributed import collectives, launch_environment
+from finetune.hub import client
 from finetune.models import tokenizer_setup
 from support.paths import MODEL, QUICKSTART, ROOT
 
@@ -460,6 +461,14 @@ def test_a_full_disk_is_one_message(capsys) -> None:
     assert "the disk is full (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
     assert main.guarded(fills, argparse.Namespace(debug=True)).code == 3
     assert "Traceback" in (traced := capsys.readouterr().err) and traced.endswith(said)
+
+
+def test_failed_disk_is_one_message_with_the_file(capsys) -> None:
+    def reads(options: argparse.Namespace) -> None:
+        client.sha256(Path("/proc/self/mem"))  # its first page can't be read
+
+    assert main.guarded(reads, argparse.Namespace(debug=False)).code == 3
+    assert "error: the disk or the network drive failed (/proc/self/mem) [disk]" in capsys.readouterr().err
 
 
 def test_too_many_open_files_are_one_message(capsys) -> None:

@@ -1,6 +1,9 @@
 """The files of a folder that are read: those of the split that `datasets` would read."""
 
+import contextlib
 import json
+import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,10 @@ def read(folder: Path, key: str = "data.name") -> list[str]:
     """The names that the examples of a folder say."""
     rows: Any = source_loading.read(Source(name=str(folder)), key)
     return sorted(row.value["text"].removeprefix("This is an example of ").rstrip(".") for row in rows)
+
+
+def chosen(folder: Path) -> list[str]:
+    return [path.name for path in dataset_folders.choose_files(folder, "data.name").read]
 
 
 def read_by_datasets(folder: Path, split: str = "train") -> list[str]:
@@ -304,16 +311,104 @@ def test_card_with_several_configs_and_no_default_names_them(tmp_path: Path) -> 
 def test_card_that_leads_out_of_its_folder_is_not_followed(pattern: str, tmp_path: Path) -> None:
     write(tmp_path, "secret.jsonl")
     folder = card(write(tmp_path / "repo", "a.jsonl"), f"- config_name: one\n  data_files: {pattern}\n")
-    assert read(folder) == ["a.jsonl"]
+    with pytest.raises(UserError, match="can't read the dataset card") as error:
+        read(folder)
+    assert pattern in error.value.problems[0].found
 
 
 @pytest.mark.parametrize(
-    "content", ["", "# no front matter", "---\nlicense: mit\n---\n", "---\n: [\n---\n", "---\nconfigs: 3\n"]
+    "content",
+    [
+        b"",
+        b"# no front matter",
+        b"---\nlicense: mit\n---\n",
+        b"---\n: [\n---\n",
+        b"-----\nA title\n",
+        b"---\ndataset_info:\n- config_name: default\n---\n",
+        b"# caf\xe9\n",
+        b"---\n# A title\n",
+        b"data_files: a.jsonl\n",
+    ],
 )
-def test_card_without_configs_leaves_it_to_the_names(content: str, tmp_path: Path) -> None:
+def test_card_without_configs_leaves_it_to_the_names(content: bytes, tmp_path: Path) -> None:
     folder = write(tmp_path / "repo", "train.jsonl", "test.jsonl")
-    (folder / "README.md").write_text(content)
+    (folder / "README.md").write_bytes(content)
     assert read(folder) == ["train.jsonl"]
+
+
+CONFIG = "- config_name: default\n  data_files: a.jsonl\n"
+CARD = f"---\nlicense: mit\nconfigs:\n{CONFIG}---\n# A dataset\n"
+
+
+def test_card_with_a_flipped_bit_names_the_same_files_or_is_refused(tmp_path: Path) -> None:
+    """Without the card, all files of the folder would be read."""
+    folder = write(tmp_path / "repo", "a.jsonl", "b.jsonl")
+    refused = 0
+    for place, bit in product(range(len(CARD)), range(8)):
+        content = bytearray(CARD.encode())
+        content[place] ^= 1 << bit
+        (folder / "README.md").write_bytes(content)
+        try:
+            assert chosen(folder) == ["a.jsonl"], content
+        except UserError:
+            refused += 1
+    assert refused > 400
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"---\nconfigs:\n{CONFIG}",
+        "---\nconfigs: 3\n---\n",
+        "---\nconfigs:\n- 3\n---\n",
+        CARD[:50],
+        CARD.replace("a.jsonl", "[a.jsonl, c.jsonl]"),
+        CARD.replace("a.jsonl", "c.jsonl"),
+        CARD.replace("a.jsonl", "[{split: train, pats: a.jsonl}]"),
+        CARD.replace("data_files", "data_dir"),
+    ],
+)
+def test_card_with_missing_parts_or_files_is_refused(content: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "repo", "a.jsonl", "b.jsonl")
+    (folder / "README.md").write_text(content)
+    with pytest.raises(UserError, match="can't read the dataset card"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\ufeff" + CARD,
+        CARD.replace("---\n#", "--- \n#"),
+        CARD.removesuffix("\n# A dataset\n"),
+        "\n" + CARD,
+        CARD.replace("\n", "\r\n"),
+        CARD.replace("mit", "&x mit").replace("configs", "name: *x\nconfigs"),
+    ],
+)
+def test_card_in_an_odd_form_is_read(content: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "repo", "a.jsonl", "b.jsonl")
+    (folder / "README.md").write_bytes(content.encode())
+    assert read(folder) == ["a.jsonl"]
+    (folder / "README.md").unlink()
+    (folder / ".huggingface.yaml").write_text(f"configs:\n{CONFIG}")
+    assert read(folder) == ["a.jsonl"]
+
+
+def test_manifest_with_a_flipped_bit_names_the_same_files_or_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    Dataset.from_list([{"text": "a"}]).save_to_disk(folder)
+    shutil.copy(next(folder.glob("*.arrow")), folder / "data-00001-of-00002.arrow")  # of an earlier copy
+    (whole,), content = chosen(folder), (folder / "state.json").read_bytes()
+    for place, bit in product(range(len(content)), range(8)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << bit
+        (folder / "state.json").write_bytes(changed)
+        with contextlib.suppress(UserError):
+            assert chosen(folder) == [whole], changed
+    (folder / "state.json").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="the file is damaged"):
+        read(folder)
 
 
 def test_repository_of_compressed_files_says_to_unpack_them(tmp_path: Path) -> None:

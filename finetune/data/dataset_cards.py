@@ -1,0 +1,101 @@
+"""Read the `configs:` of a folder's dataset card: which files belong to which split.
+
+A damaged card is an error. Without the card, the names of the files would decide, and other files could be
+read than the card names.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from finetune.core import foreign_yaml, regular_files, strict_json
+from finetune.core.errors import Problem, UserError
+
+CARDS = ("README.md", ".huggingface.yaml")  # the files that `datasets` reads
+MARK = "---"  # the line before and after the YAML of README.md
+NAMES_FILES = re.compile(r"^(configs|[ -]*(data_files|data_dir)) *:", re.MULTILINE)
+KEYS = ("config_name", "data_files", "data_dir", "default")
+SIMILAR = 0.85  # difflib's ratio of a key that is probably one of KEYS
+
+
+def configs_of(folder: Path, key: str) -> dict[str, dict[str, Any]]:
+    """Return the configs in the dataset cards of a folder, by name; empty without a card.
+
+    Raises:
+        UserError: a card is damaged, not a regular file, or too large (exit 2).
+    """
+    found = dict[str, dict[str, Any]]()
+    for path in (folder / name for name in CARDS):
+        if path.exists():
+            for config in _read(path, key):
+                found[str(config["config_name"])] = config
+    return found
+
+
+def refuse(path: Path, key: str, why: str) -> UserError:
+    """Return the error for a card that finetune can't use."""
+    return UserError(
+        Problem(
+            "finetune can't read the dataset card",
+            key,
+            where=str(path),
+            found=why,
+            fix="restore the card, or name the files in place of the folder",
+            why="the card says which files of the folder are the dataset",
+            code="data-format",
+        )
+    )
+
+
+def _read(path: Path, key: str) -> list[dict[str, Any]]:
+    """Return the configs of one card."""
+    regular_files.check_regular(path, key, regular_files.limit_of(path))
+    text = path.read_bytes().decode("utf-8-sig", "replace")
+    yaml, is_whole = (text, True) if path.suffix == ".yaml" else _block(text)
+    names_files = NAMES_FILES.search(yaml) is not None
+    if not is_whole:
+        if names_files:
+            raise refuse(path, key, f"no line {MARK} before or after the YAML")
+        return []
+    try:
+        content = foreign_yaml.read(yaml, path.name, strict_json.DEEPEST)
+    except UserError as error:
+        if names_files:
+            problem = error.problems[0]
+            raise refuse(path, key, f"{problem.what}: {problem.found}") from error
+        return []
+    if not isinstance(content, dict) or "configs" not in content:
+        if names_files:
+            raise refuse(path, key, "files, but no `configs:`")
+        return []
+    return _checked(content["configs"], path, key)
+
+
+def _block(text: str) -> tuple[str, bool]:
+    """Return the YAML at the start of a README.md, and whether the lines around it are there."""
+    first, *lines = text.lstrip().replace("\r\n", "\n").split("\n")
+    if first[: len(MARK)].count("-") < len(MARK) - 1:  # one of the characters may be damaged
+        return "", False
+    end = next((number for number, line in enumerate(lines) if line.rstrip() == MARK), None)
+    return "\n".join(lines[:end]), first.rstrip() == MARK and end is not None
+
+
+def _checked(configs: object, path: Path, key: str) -> list[dict[str, Any]]:
+    """Return the configs if each has a name, and no key that is probably another one."""
+    entries = configs if isinstance(configs, list) else []
+    if not entries:
+        raise refuse(path, key, "no list in `configs:`")
+    for entry in entries:
+        if not isinstance(entry, dict) or "config_name" not in entry:
+            raise refuse(path, key, "a config without `config_name`")
+        for name in entry.keys() - set(KEYS):
+            if near := get_close_matches(name, KEYS, 1, SIMILAR):
+                raise refuse(path, key, f"`{name}` in place of `{near[0]}`")
+        said = entry.get("data_files")
+        for part in said if isinstance(said, list) else ():
+            if isinstance(part, dict) and not {"split", "path"} <= part.keys():
+                raise refuse(path, key, "an entry of `data_files` without `split` or `path`")
+    return entries
