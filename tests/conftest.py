@@ -33,6 +33,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
 from finetune.cli import main
+from finetune.run_folder import saved_weights
 from finetune.run_folder.run_folder import RunFolder
 from support import hub_server, small_tasks, warning_filters
 from support.paths import DATA, MODEL, QUICKSTART, ROOT
@@ -161,7 +162,8 @@ def in_bf16(monkeypatch: pytest.MonkeyPatch) -> str:
 def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[..., RunFolder]:
     """`trained(type, *overrides)`: a copy of a run of two steps on the whole model.
 
-    A session trains each recipe once: the key is a hash of its overrides.
+    A session trains each recipe once: the key is a hash of its overrides. The copy has no weights.json, as a
+    run that a stranger sends, so that a test may change its weights.
     """
 
     def run(kind: str = "lora", *overrides: str) -> RunFolder:
@@ -174,7 +176,9 @@ def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[..., Ru
         if key not in _TRAINED:
             _TRAINED[key] = train(*options, *overrides, name=f"trained-{key}").path
         names = f"run-{kind}", f"run-{kind}-{key}"
-        return RunFolder(Path(shutil.copytree(_TRAINED[key], tmp_path / names[bool(overrides)])))
+        folder = RunFolder(Path(shutil.copytree(_TRAINED[key], tmp_path / names[bool(overrides)])))
+        saved_weights.forget(folder)
+        return folder
 
     return run
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+from finetune.core import slow_patterns
 
 SECONDS = 0.2  # of the processor for all patterns, and for each match
 SECONDS_PER_MATCH = 1e-4
@@ -43,10 +43,7 @@ def find_slow(patterns: Sequence[Pattern], texts: Collection[str]) -> int | None
     """The index of the first pattern that takes too long to match with the texts."""
     seconds = SECONDS + SECONDS_PER_MATCH * len(patterns) * len(texts)
     request = json.dumps([patterns, list(texts), seconds])
-    command = [sys.executable, "-I", "-S", "-c", _TRY]
-    ended = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
-    begun = ended.stdout.split()
-    return int(begun[-1]) if ended.returncode and begun else None
+    return slow_patterns.first_slow(_TRY, request, "-S")
 
 
 def is_plain(text: str) -> bool:

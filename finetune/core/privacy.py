@@ -135,17 +135,29 @@ def masked(text: str, known: list[str] | None = None) -> str:
     """
     for value in secrets() if known is None else known:
         text = text.replace(value, "****")
-        if is_random(value) and "/" not in value:  # messages cut long values
-            text = _without_parts(text, value)
-            text = _without_parts(text[::-1], value[::-1])[::-1]
+        after = len(text)
+        for part in reversed(_parts(text, value)):
+            text = f"{text[: part.start]}****{text[min(part.end, after) :]}"
+            after = part.start
     return _GIVEN.sub(_masked_value, SECRET.sub(lambda found: f"{_before(found)}****", text))
 
 
-def _without_parts(text: str, secret: str) -> str:
-    """Mask each beginning of a random secret: its first characters, and those that follow in the text."""
-    before, *others = text.split(secret[:SHORTEST_PART])
-    rest = secret[SHORTEST_PART:]
-    return before + "".join(f"****{other[len(os.path.commonprefix([other, rest])) :]}" for other in others)  # noqa: RUF071 (of texts, not of paths)
+def _parts(text: str, secret: str) -> list[Secret]:
+    """Return each beginning and each end of a random secret in a text. Messages and prompts are cut."""
+    if not is_random(secret) or "/" in secret:
+        return []
+    found = [Secret(start, end) for start, end in _beginnings(text, secret)]
+    size = len(text)
+    found += [Secret(size - end, size - start) for start, end in _beginnings(text[::-1], secret[::-1])]
+    return sorted(found)
+
+
+def _beginnings(text: str, secret: str) -> Iterator[tuple[int, int]]:
+    """Yield the position of each beginning of a secret: its first characters, and those that follow."""
+    for match in re.finditer(re.escape(secret[:SHORTEST_PART]), text):
+        start = match.start()
+        same = os.path.commonprefix([text[start : start + len(secret)], secret])  # noqa: RUF071 (of texts)
+        yield start, start + len(same)
 
 
 def find_secrets(text: str, known: list[str]) -> list[Secret]:
@@ -158,6 +170,7 @@ def find_secrets(text: str, known: list[str]) -> list[Secret]:
     ]
     for value in known:
         secrets_found += [Secret(*match.span()) for match in re.finditer(re.escape(value), text)]
+        secrets_found += _parts(text, value)
     return sorted(secrets_found)
 
 

@@ -27,7 +27,7 @@ def find_weight_files(folder: Path, key: str = "model.name") -> list[Path]:
         UserError: an index that names files that are missing, or is not an index (exit 2).
     """
     is_adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-    names = [ADAPTER] if is_adapter else _expected_names(folder)
+    names = [ADAPTER] if is_adapter else _expected_names(folder, key)
     first = next((folder / name for name in names if (folder / name).is_file()), None)
     if first is None or not first.name.endswith(".index.json"):
         return [first] if first else []
@@ -95,7 +95,7 @@ def check_weight_files(folder: Path) -> None:
             "model.name",
             where=str(folder),
             found=found,
-            expected=" or ".join(_expected_names(folder)),
+            expected=" or ".join(_expected_names(folder, "model.name")),
             fix=fix,
             code="model-files",
         )
@@ -134,11 +134,27 @@ def is_plain_name(file: object) -> bool:
     return PurePosixPath(file).name == file and file.endswith(".safetensors")
 
 
-def _expected_names(folder: Path) -> list[str]:
+def _expected_names(folder: Path, key: str) -> list[str]:
     """The names that `from_pretrained` looks for, the first that exists wins."""
     try:
         config: Any = regular_files.read_json(folder / "config.json", "model.name")
         named = config.get("transformers_weights")
     except (OSError, ValueError, AttributeError):  # `read_config` reports it
         named = None
-    return [str(named)] if named else [SINGLE, INDEX]
+    if not named:
+        return [SINGLE, INDEX]
+    if not isinstance(named, str) or not (
+        is_plain_name(named) or is_plain_name(named.removesuffix(".index.json"))
+    ):
+        raise UserError(
+            Problem(
+                "the key names no weight file of this folder",
+                key,
+                where=str(folder / "config.json"),
+                found=f"transformers_weights: {str(named)[:200]}",
+                expected="a name that ends in .safetensors or .safetensors.index.json",
+                fix="move the files into the folder, and remove the key",
+                code="model-files",
+            )
+        )
+    return [named]

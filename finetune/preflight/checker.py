@@ -18,9 +18,11 @@ from finetune.autoconfig import (
     optimizer_choice,
     packing_support,
 )
+from finetune.core.error_codes import SECRET_IN_RECIPE
 from finetune.core.errors import Exit, Problem, UserError, raise_if_any
 from finetune.core.model_config import ModelConfig
 from finetune.core.paths import on_the_hub
+from finetune.core.privacy import masked
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.distributed import launch_environment
 from finetune.hub import client
@@ -49,7 +51,7 @@ from finetune.quantization import four_bit_state, qat, stored_weights
 from finetune.quantization.stored_tensors import PACKED
 from finetune.recipe import adapter_types
 from finetune.recipe.schema import Model, Recipe
-from finetune.run_folder import lock
+from finetune.run_folder import lock, run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 IA3_RATE = 1e-2  # learning rate at which IA3's factors change by more than the rounding of bf16
@@ -70,6 +72,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
     config, errors = _config(recipe.model), list[UserError]()
     notes = _collect(
         errors,
+        partial(_paths, recipe),
         partial(_model, recipe),
         *([partial(model_files.check_weights, recipe.model)] if with_weights else []),
         partial(_data, recipe),
@@ -137,6 +140,23 @@ def _first_examples(recipe: Recipe) -> list[str]:
 
 def _encoded_examples(recipe: Recipe) -> list[str]:
     return _first_examples(recipe) + token_checks.check(recipe)
+
+
+def _paths(recipe: Recipe) -> None:
+    """Refuse paths that contain a secret, such as a password that is also the name of a folder."""
+    paths = {key: str(path) for key, path in run_folder.local_paths(recipe).items()}
+    raise_if_any(
+        Problem(
+            "the path contains the value of a secret",
+            key,
+            found=masked(path),
+            fix="rename the folder, or unset the variable of the environment",
+            why="the run folder records the path",
+            code=SECRET_IN_RECIPE,
+        )
+        for key, path in paths.items()
+        if masked(path) != path
+    )
 
 
 def _cache_folder(recipe: Recipe) -> None:

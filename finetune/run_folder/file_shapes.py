@@ -351,7 +351,7 @@ class PerExample(Shape):
 class Examples(Shape):
     group: list[int]
     """Group per example. Examples with the same prompt share a group."""
-    tokens: list[int | float]
+    tokens: list[Count]
     """Tokens per example that contribute to the loss, or the sum of their weights."""
     base: PerExample
     tuned: PerExample

@@ -34,7 +34,7 @@ from finetune.recipe.loader import load
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import resolved_recipe
 from support.hub_server import TOKEN, Hub, serve
-from support.paths import QUICKSTART, ROOT
+from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import run_checks
 
 CANARIES = {
@@ -520,6 +520,21 @@ def test_folder_with_the_name_of_a_secret_is_masked_in_reports(
     assert "canary-of-a-folder" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_folder_with_the_name_of_a_secret_is_refused_before_a_recipe_has_it(
+    command: str, small, tmp_path, monkeypatch, capsys
+) -> None:
+    """The resolved recipe has absolute paths. Masked, no command could read them."""
+    folder = Path(shutil.copytree(MODEL, tmp_path / "canary-of-a-folder" / "model")).parent
+    monkeypatch.setenv("MY_API_KEY", "canary-of-a-folder")
+    monkeypatch.chdir(folder)
+    words = [command, str(QUICKSTART), *small, *ONE_STEP, "model.name=model", "train.output_dir=run"]
+    assert main.main(words) == 2
+    said = capsys.readouterr().err
+    assert "model.name: the path contains the value of a secret" in said and "canary-of" not in said
+    assert not [path for path in folder.rglob("*.yaml") if "canary-of-a-folder" in path.read_text()]
+
+
 @pytest.mark.parametrize("count", [12, 20, 39])
 def test_part_of_a_secret_that_a_message_cuts_is_masked(count: int, monkeypatch) -> None:
     secret = "Zx81kQpW7rTn" * 3 + "Lm3v"
@@ -551,6 +566,31 @@ def test_secret_of_several_lines_is_masked_in_the_samples(small, tmp_path, monke
     said = capsys.readouterr().out + (tmp_path / "run/log.txt").read_text()
     assert "validation example" in said and "****" in said
     assert middle[:12] not in said and "my own pass" not in said
+
+
+@pytest.mark.parametrize("words", range(20, 60, 4))
+def test_end_of_a_secret_in_a_prompt_that_is_cut_is_masked(words: int, tmp_path, monkeypatch, capsys) -> None:
+    secret = "Zx9KqW7bLp2vR8mNtY4sDfGh3JcXw6Qe"
+    monkeypatch.setenv("DB_PASSWORD", secret)
+    row = {
+        "prompt": f"{'word ' * 40}password is {secret} {'and so on ' * (words // 4)}",
+        "completion": " fine",
+    }
+    (data := tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
+    page = tmp_path / "page.html"
+    options = [
+        f"data.name={data}",
+        "data.validation=null",
+        "data.too_long=truncate_prompt",
+        "data.max_length=64",
+    ]
+    assert main.main(["data", str(QUICKSTART), *options, "--html", str(page)]) == 0
+    shown = capsys.readouterr().out + html.unescape(re.sub("<[^>]*>", "", page.read_text()))
+    parts = {
+        secret[start : start + privacy.SHORTEST_PART]
+        for start in range(len(secret) - privacy.SHORTEST_PART + 1)
+    }
+    assert not [part for part in parts if part in shown] and "fine" in shown
 
 
 def test_secret_in_an_example_is_masked_on_the_screen_and_on_the_page(tmp_path, monkeypatch, capsys) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from finetune.cli import main
-from finetune.core import pattern_time
+from finetune.core import pattern_time, slow_patterns
 from finetune.core.errors import UserError
 from finetune.core.pattern_time import Pattern
 from finetune.evaluation import reopen
@@ -101,6 +101,20 @@ def test_pattern_that_takes_long_to_compile_is_refused(pattern: str, tmp_path, c
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=False))
     ended = commands.run("check", str(tmp_path / "recipe.yaml"))
     assert not ended.wrong and ended.code == 2 and "would take too long to compile" in ended.said, ended
+
+
+@pytest.mark.parametrize(
+    "program", ["", "print(0, flush=True)", "print(0, flush=True); print(1, flush=True)"]
+)
+def test_process_of_the_patterns_that_is_killed_is_an_error_and_no_verdict(program: str) -> None:
+    with pytest.raises(UserError, match="ended without a result"):
+        slow_patterns.first_slow(f"import os; {program}\nos.kill(os.getpid(), 9)", "")
+
+
+def test_process_of_the_patterns_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_patterns, "HANGS", 1)
+    with pytest.raises(UserError, match="ended without a result"):
+        slow_patterns.first_slow("import time; time.sleep(60)", "")
 
 
 def test_usual_patterns_are_not_slow() -> None:

@@ -41,6 +41,14 @@ def test_an_index_names_files_of_its_folder(name: Any, weightless, capsys) -> No
     refused(weightless, capsys, says=("outside of its folder", untrusted_files.INDEX))
 
 
+@pytest.mark.parametrize("name", [*OUTSIDE[:-1], "sub/model.safetensors.index.json", 5, ["a.safetensors"]])
+def test_key_of_the_weight_file_names_a_file_of_the_folder(name: Any, weightless, capsys) -> None:
+    """transformers opens the file that `transformers_weights` names, also in folders below."""
+    path = weightless / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "transformers_weights": name}))
+    refused(weightless, capsys, says=("transformers_weights" if name else "no weights",))
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_config_with_too_many_values_is_refused(name: str, weightless, capsys) -> None:
     """A million stop tokens or labels made `plan` and `train` slow."""

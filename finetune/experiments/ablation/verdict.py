@@ -111,17 +111,19 @@ def _rate(scale: Scale, row: dict[str, Any]) -> float:
 def loss_cost(runs: Runs, gate: Runs) -> dict[str, float] | None:
     """Return the relative increase of the validation loss over the loss of `gate`, with its 95 % interval.
 
-    Return `None` if the two sides were not evaluated on the same examples.
+    Return `None` if the two sides were not evaluated on the same examples, or `gate` has no loss.
     """
     base, own = (next(filter(None, (run.get("examples") for run in group)), None) for group in (gate, runs))
     if not base or not own or any(base[key] != own[key] for key in ("group", "tokens")):
+        return None
+    if not sum(base["tokens"]):
         return None
     before, after = ([float(loss) for loss in side["tuned"]["loss"]] for side in (base, own))
     found = paired_differences.difference(
         before, after, higher_is_better=False, weights=base["tokens"], groups=base["group"]
     )
     mean = sum(before) / sum(base["tokens"])
-    return {key: found[key] / mean for key in ("value", "low", "high")}
+    return {key: found[key] / mean for key in ("value", "low", "high")} if mean else None
 
 
 def outside(

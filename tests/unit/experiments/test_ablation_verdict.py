@@ -113,6 +113,14 @@ def test_an_option_whose_loss_costs_more_than_allowed_is_not_kept(gate: str) -> 
     assert "measure.held_out_rows" in unclear["why"]
 
 
+@pytest.mark.parametrize("damage", [{"tuned": {"loss": [0.0] * 100}}, {"tokens": [0] * 100}])
+def test_baseline_without_a_validation_loss_has_no_cost(damage: dict[str, Any]) -> None:
+    gate, own = runs(200), runs(200)
+    for run in (gate[0], own[0]):
+        run["examples"] |= damage
+    assert ablation_verdict.loss_cost(own, gate) is None
+
+
 def test_headline_compares_with_the_recipe_and_names_the_plain_loop_beside() -> None:
     def side(rate: float) -> dict[str, Any]:
         return {"tokens_per_second": rate, "memory_gib": 1.0, "optimizations": ["packing"]}
