@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ from finetune.data import hub_sizes, read_limits
 from finetune.hub import client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from datasets import DatasetBuilder
 
@@ -64,13 +65,10 @@ def load(source: Source, *, key: str = "data.name", **options: Any) -> Any:
 
 
 def _loaded(source: Source, options: dict[str, Any]) -> Any:
-    import datasets
+    from finetune.data import plain_downloads
 
-    name, revision = source.name, source.revision
-    _check_inside(options, name)
-    _check_inside(_configs_of_card(name, revision), name)
-    given = {key: value for key, value in options.items() if value is not None}
-    make = partial(datasets.load_dataset_builder, name, source.subset, revision=revision, **given)
+    name = source.name
+    make = _maker(name, source.subset, source.revision, options)
     # Otherwise pandas takes texts of a CSV file such as "NA" and "null" for missing values
     texts = partial(make, na_filter=False)
     try:
@@ -84,8 +82,59 @@ def _loaded(source: Source, options: dict[str, Any]) -> Any:
     if type(builder).__module__.endswith(".csv"):
         builder = texts()
     hub_sizes.check(builder, name, read_limits.of_source(source))
-    builder.download_and_prepare()
+    plain_downloads.prepare(builder)
     return builder.as_dataset(split=source.split)
+
+
+def _maker(
+    name: str, subset: str | None, revision: str | None, options: dict[str, Any]
+) -> Callable[..., DatasetBuilder]:
+    """Return the function that makes the builder of a dataset, after its card and the options are checked."""
+    import datasets
+
+    _check_inside(options, name)
+    _check_inside(_configs_of_card(name, revision), name)
+    given = {key: value for key, value in options.items() if value is not None}
+    return partial(datasets.load_dataset_builder, name, subset, revision=revision, **given)
+
+
+def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any:
+    """Load a dataset as `datasets.load_dataset` does, for a task of lm-eval.
+
+    Args:
+        path: the id of a dataset, or a reader of `datasets` with the `data_files` of the task.
+        options: `split`, `revision`, and options of `datasets.load_dataset_builder`.
+
+    Raises:
+        UserError: as `load`, or the dataset is a folder (exit 2).
+    """
+    from finetune.data import plain_downloads
+
+    split, revision = options.pop("split", None), options.pop("revision", None)
+    try:
+        builder = _builder_of_task(path, subset, revision, options)
+    except UserError as error:
+        raise UserError(
+            *(replace(one, key="eval.tasks") for one in error.problems), code=error.code
+        ) from None
+    plain_downloads.prepare(builder)
+    return builder.as_dataset(split=split)
+
+
+def _builder_of_task(
+    path: str, subset: str | None, revision: str | None, options: dict[str, Any]
+) -> DatasetBuilder:
+    import datasets
+
+    if path in packaged_readers():
+        builder = datasets.load_dataset_builder(path, subset, revision=revision, **options)
+        _check_reader(builder, path)
+        return builder
+    check_name(path)
+    builder = _maker(path, subset, revision, options)()
+    check_builder(builder, path)
+    hub_sizes.check(builder, path, read_limits.DEFAULT)
+    return builder
 
 
 def _not_loaded(title: str, key: str, error: Exception) -> UserError:
@@ -157,20 +206,7 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
 
     A card can set options of the reader, such as rows to skip. Most of them are an error, too.
     """
-    reader = type(builder).__module__
-    allowed = [f"datasets.packaged_modules.{one}.{one}" for one in READERS]
-    if reader not in allowed:
-        raise UserError(
-            Problem(
-                f"finetune does not allow the reader of the dataset {name}",
-                "data.name",
-                found=reader.removeprefix("datasets.packaged_modules.").partition(".")[0],
-                expected=", ".join(READERS[:5]),
-                fix="download the dataset's plain data files",
-                why="it can run code or open other files",
-                code="unsafe-file",
-            )
-        )
+    reader = _check_reader(builder, name)
     files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
     outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
     if outside and not reader.endswith(".cache"):
@@ -187,6 +223,24 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
                 code="unsafe-file",
             )
         )
+
+
+def _check_reader(builder: DatasetBuilder, name: str) -> str:
+    """Return the module of a dataset's reader if it is allowed (exit 2)."""
+    reader = type(builder).__module__
+    if reader not in [f"datasets.packaged_modules.{one}.{one}" for one in READERS]:
+        raise UserError(
+            Problem(
+                f"finetune does not allow the reader of the dataset {name}",
+                "data.name",
+                found=reader.removeprefix("datasets.packaged_modules.").partition(".")[0],
+                expected=", ".join(READERS[:5]),
+                fix="download the dataset's plain data files",
+                why="it can run code or open other files",
+                code="unsafe-file",
+            )
+        )
+    return reader
 
 
 def _set_options(config: Any) -> dict[str, Any]:

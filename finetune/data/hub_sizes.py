@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ARCHIVES = (
     b"PK\x03\x04",
     b"PK\x05\x06",
+    b"PK\x07\x08",
     b"\x28\xb5\x2f\xfd",
     b"\x04\x22\x4d\x18",
     b"7z\xbc\xaf\x27\x1c",

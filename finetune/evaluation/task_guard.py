@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
@@ -48,7 +48,7 @@ def guarded() -> Iterator[None]:
     scripts: Any = ModuleType("evaluate")
     scripts.__spec__, scripts.load = ModuleSpec("evaluate", None), _refuse_script
     load, evaluate = datasets.load_dataset, sys.modules.get("evaluate")
-    sys.modules["evaluate"], datasets.load_dataset = scripts, partial(_from_hub, load)
+    sys.modules["evaluate"], datasets.load_dataset = scripts, _from_hub
     try:
         yield
     finally:
@@ -120,8 +120,12 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _from_hub(load: Callable[..., Any], path: str, *arguments: Any, **options: Any) -> Any:
-    """Call `datasets.load_dataset`, unless it would read a folder of the working directory."""
+# Options of `datasets.load_dataset` that say how it downloads, and not what
+HOW = ("cache_dir", "download_mode", "trust_remote_code", "token", "num_proc", "keep_in_memory")
+
+
+def _from_hub(path: str, name: str | None = None, **options: Any) -> Any:
+    """Load the dataset of a task as `datasets.load_dataset` does, with the checks of a dataset of the Hub."""
     is_reader = path in hub_datasets.packaged_readers()
     if os.path.lexists(path) and not os.path.isabs(path) and not is_reader:
         raise UserError(
@@ -135,7 +139,8 @@ def _from_hub(load: Callable[..., Any], path: str, *arguments: Any, **options: A
                 code="eval-task",
             )
         )
-    return load(path, *arguments, **options)
+    given = {key: value for key, value in options.items() if key not in HOW and value is not None}
+    return hub_datasets.load_for_task(path, name, given)
 
 
 def _refuse_script(path: str = "", *_: Any, **__: Any) -> NoReturn:

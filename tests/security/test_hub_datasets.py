@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import ipc, parquet
@@ -18,7 +19,7 @@ from pyarrow import ipc, parquet
 from finetune.core.errors import Exit, UserError
 from finetune.data import hub_datasets, source_loading
 from finetune.data.examples import Row
-from finetune.evaluation import task_data
+from finetune.evaluation import task_data, task_guard
 from finetune.recipe.schema import Source
 from support import mutated_imports
 from support.hub_server import Hub
@@ -79,6 +80,70 @@ def test_odd_answers_and_lost_connections_are_errors_of_the_hub(where, answer, d
         assert raised.value.code == Exit.ENVIRONMENT
 
 
+def tar_that_leads_outside(form: str) -> bytes:
+    """A tar file whose links lead a member to the home folder, though each name looks inside."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name, link in (("s", "."), ("escape", "s/s/s/s/s/../../../../..")):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, link
+            archive.addfile(member)
+        for name in ("escape/../OWNED", "train.jsonl"):
+            member = tarfile.TarInfo(name)
+            member.size = len(ROW)
+            archive.addfile(member, io.BytesIO(ROW))
+    made, at = bytearray(content.getvalue()), 0
+    while form == "v7" and made[at]:  # the form without `ustar`
+        made[at + 257 : at + 265] = b"\0" * 8
+        made[at + 148 : at + 156] = b" " * 8
+        made[at + 148 : at + 156] = b"%06o\0 " % sum(made[at : at + 512])
+        at += 512 + (int(made[at + 124 : at + 135], 8) + 511) // 512 * 512
+    pack: Any = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
+    return pack.get(form, bytes)(bytes(made))
+
+
+def zip_after_a_row() -> bytes:
+    content = io.BytesIO()
+    content.write(ROW)
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jsonl", ROW)
+    return content.getvalue()
+
+
+HIDDEN = {form: tar_that_leads_outside(form) for form in ("gzip", "bzip2", "xz", "v7")}
+HIDDEN["zip"] = zip_after_a_row()
+
+
+@pytest.mark.parametrize("form", HIDDEN)
+@pytest.mark.parametrize("of_task", [False, True])
+def test_archive_that_only_its_content_shows_is_not_unpacked(
+    form: str, of_task: bool, datasets_hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` unpacks tar and zip files of any name, and looks into compressed files."""
+    (home := tmp_path / "home").mkdir()
+    cache = home / ".cache" / "huggingface" / "datasets"
+    for name in ("EXTRACTED_DATASETS_PATH", "DOWNLOADED_DATASETS_PATH"):
+        monkeypatch.setattr(datasets.config, name, cache / "downloads" / "extracted")
+    datasets_hub.add("me/hidden", **{"data/train.jsonl": HIDDEN[form]})
+    with pytest.raises((UserError, datasets.exceptions.DatasetGenerationError)), task_guard.guarded():
+        if of_task:
+            datasets.load_dataset("me/hidden")
+        else:
+            hub_datasets.load(Source(name="me/hidden", split="train"))
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("OWNED", "escape", "a.jsonl")]
+    assert not [path for path in cache.rglob("*") if path.is_symlink()]
+
+
+@pytest.mark.parametrize("form", ["gzip", "bzip2", "xz"])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.csv"])
+def test_compressed_file_of_any_name_is_read(form: str, name: str, datasets_hub: Hub) -> None:
+    pack: Any = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}[form]
+    datasets_hub.add("me/packed", **{f"data/{name}": pack(b"text\na\n" if name.endswith("csv") else ROW)})
+    rows = hub_datasets.load(Source(name="me/packed", split="train"))
+    with task_guard.guarded():
+        assert [row["text"] for row in rows] == ["a"] == datasets.load_dataset("me/packed")["train"]["text"]
+
+
 def tar_of_pickles() -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
@@ -125,9 +190,10 @@ ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
 }
 
 
+@pytest.mark.parametrize("key", ["data.name", "eval.tasks"])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_dataset_of_the_hub_names_no_address_and_no_reader_of_code(
-    attack, datasets_hub: Hub, monkeypatch
+    attack, key: str, datasets_hub: Hub, monkeypatch
 ) -> None:
     import torch
 
@@ -137,9 +203,9 @@ def test_dataset_of_the_hub_names_no_address_and_no_reader_of_code(
     datasets_hub.add(
         "me/evil", **({"a.jsonl": ROW} if b"configs" in b"".join(files.values()) else {}), **files
     )
-    with pytest.raises(UserError, match=says) as raised:
-        read("me/evil")
-    assert raised.value.code == 2 and "data.name" in str(raised.value)
+    with pytest.raises(UserError, match=says) as raised, task_guard.guarded():
+        datasets.load_dataset("me/evil") if key == "eval.tasks" else read("me/evil")
+    assert raised.value.code == 2 and key in str(raised.value)
     assert not datasets_hub.asked("/me/other/"), "another repository is read"
     assert not datasets_hub.asked("tree") or says is READER, "files are listed before the card is looked at"
 

@@ -1,0 +1,41 @@
+"""Download the files of a dataset for `datasets`, and unpack no archive.
+
+`datasets` looks at the content of each file and unpacks archives of any name. A link in a tar file can lead
+its members out of the folder, so a dataset could write any file of the user.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from datasets import DownloadConfig, DownloadManager
+from datasets.utils.py_utils import map_nested
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
+
+# First bytes of the compressed files that `datasets` reads while it decompresses them, and its names for them
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz"}
+
+
+class PlainDownloads(DownloadManager):
+    """Give the readers of `datasets` each file as it is, or its decompressed content."""
+
+    def extract(self, path_or_paths: Any) -> Any:
+        return map_nested(_content, path_or_paths)
+
+
+def prepare(builder: DatasetBuilder) -> None:
+    """Download and read the files of a dataset with the options that `datasets` chooses itself."""
+    config = DownloadConfig(use_etag=False, token=builder.token, storage_options=builder.storage_options)
+    downloads = PlainDownloads(builder.dataset_name, builder.config.data_dir, config)
+    builder.download_and_prepare(dl_manager=downloads)
+
+
+def _content(path: str) -> str:
+    """Return a path, or for a compressed file the address of its decompressed content."""
+    with open(path, "rb") as file:
+        start = file.read(6)
+    kind = next((name for magic, name in COMPRESSED.items() if start.startswith(magic)), None)
+    return f"{kind}://{os.path.splitext(os.path.basename(path))[0]}::{path}" if kind else path
