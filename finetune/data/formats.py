@@ -48,8 +48,15 @@ MESSAGE_KEYS = {
     "loss_weight",
     *BESIDE,
 }
-PART_KEYS = {"type", "text", "value", *message_weights.NUMBERS}
-PART_KEYS |= {"thinking", "id", "name", "input", "tool_use_id", "content"}  # Anthropic's
+PART_KEYS = {"type", *message_weights.NUMBERS}  # of each content part
+OWN_PART_KEYS = {  # of the parts of a type
+    "text": {"text", "value"},
+    "reasoning": {"text", "value"},
+    "tool_call": {"text", "value"},
+    "thinking": {"thinking"},
+    "tool_use": {"id", "name", "input"},
+    "tool_result": {"tool_use_id", "content"},
+}
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -182,9 +189,10 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
         if any(turn.get(key) and _has_no_loss(turn, value, format, data) for turn in turns):
             left.add(f"{key} of a message without loss")
     system = [] if plain else [{"content": value.get("system")}]
-    parts = [part for turn in (*turns, *system) for part in _parts_of(turn) if part.keys() - PART_KEYS]
+    parts = [part for turn in (*turns, *system) for part in _parts_of(turn)]
+    parts += [inner for part in parts if part.get("type") == "tool_result" for inner in _parts_of(part)]
     left |= {
-        f"{key} of a content part" for part in parts for key in part.keys() - PART_KEYS if _says(part[key])
+        f"{key} of a content part" for part in parts for key in _unused_of_part(part) if _says(part[key])
     }
     if any(map(_is_reordered, turns)):
         left.add("the order of the parts of a message")
@@ -195,6 +203,11 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
         for key in _unused_of_calls(turn, row.where)
     }
     return sorted(left)
+
+
+def _unused_of_part(part: dict[str, Any]) -> set[str]:
+    """Return the keys of a content part that are not used for its type."""
+    return part.keys() - PART_KEYS - OWN_PART_KEYS.get(str(part.get("type")), set())
 
 
 def _is_reordered(turn: dict[str, Any]) -> bool:

@@ -44,6 +44,8 @@ def json_of(value: object, what: str, where: str) -> Any:
             json.dumps(value, allow_nan=False)
             return value
         found = json.loads(value, parse_constant=_no_constant, object_pairs_hook=mapping)
+        if "e" in value.lower():  # a number such as 1e400 is read as infinity, which JSON does not have
+            json.dumps(found, allow_nan=False)
         if "\\ud" in value.lower():  # half of a surrogate pair is not a character
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):

@@ -44,8 +44,8 @@ def check_alike(holder: dict[str, Any], where: str, *pairs: tuple[str, str]) -> 
         if one not in EMPTY and other not in EMPTY and one != other:
             raise BadRow(
                 "malformed",
-                f"a message has a `{first}` and another `{second}`",
+                f"a message or tool has a `{first}` and another `{second}`",
                 where,
                 f"{short(one)} and {short(other)}",
-                fix="keep the key of one format in each message",
+                fix="keep the key of one format",
             )

@@ -83,11 +83,17 @@ def tools(given: object, where: str) -> list[dict[str, Any]] | None:
     nameless = [tool for tool in found if not tool_calls.is_text(tool.get("function", tool).get("name"))]
     if nameless:
         raise BadRow("malformed", "a tool has no name", where, found=short(nameless[0]))
-    return [tool if "function" in tool else _function(tool) for tool in found] or None
+    return [tool if "function" in tool else _function(tool, where) for tool in found] or None
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
+def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a tool in OpenAI's form. Anthropic names its parameters `input_schema`."""
+    if "input_schema" in tool and "parameters" in tool:
+        check_alike(tool, where, ("parameters", "input_schema"))
+        parameters = chosen(tool, "parameters", "input_schema")
+        tool = {key: value for key, value in tool.items() if key != "input_schema"} | {
+            "parameters": parameters
+        }
     own = {"parameters" if key == "input_schema" else key: value for key, value in tool.items()}
     return {"type": "function", "function": own}
 
@@ -150,6 +156,7 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
         if reasoning:
             message["reasoning_content"] = reasoning
     if named == "function_call":
+        _check_one_place(calls, where)
         content, calls = "", tool_calls.listed(content, where) or [content]
     for key in filter(turn.get, BESIDE):
         if not isinstance(turn[key], str):
@@ -166,6 +173,18 @@ def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: s
     if not content.strip() and not calls and role in ("user", "assistant"):
         raise BadRow("malformed", "`content` is empty", where)
     return {**message, "content": content}
+
+
+def _check_one_place(calls: list[Any], where: str) -> None:
+    """Check that a message with the role function_call, whose text is a call, has no others."""
+    if calls:
+        raise BadRow(
+            "malformed",
+            "a message with the role function_call has tool calls in two places",
+            where,
+            found=short(calls[0]),
+            fix="keep the calls in `value` alone, or change the role to gpt",
+        )
 
 
 def _check_roles(turn: dict[str, Any], roles: dict[str, str], where: str) -> None:

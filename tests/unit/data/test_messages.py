@@ -281,6 +281,50 @@ def test_anthropics_messages_become_what_templates_expect() -> None:
     assert unused(value, Data(name="-"), "messages") == named
 
 
+LOOK = {"name": "look", "arguments": {"at": "door"}}
+USE = {"type": "tool_use", "name": "look", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"type": "text", "text": "", "content": "lost"}, "content"),
+        ({"type": "text", "text": "Hi", "input": {"a": 1}}, "input"),
+        ({**USE, "text": "lost"}, "text"),
+        ({**USE, "content": "lost"}, "content"),
+        ({"type": "thinking", "thinking": "Hm", "text": "lost"}, "text"),
+        ({"type": "tool_result", "content": "", "text": "lost"}, "text"),
+        ({"type": "tool_result", "content": [{"type": "text", "text": "", "content": "lost"}]}, "content"),
+    ],
+)
+def test_value_that_a_part_of_its_type_does_not_have_is_named(part: dict[str, Any], named: str) -> None:
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
+    holder = {"role": "user", "content": [part]} if part["type"] == "tool_result" else answer
+    answer["content"] += [part] if holder is answer else []
+    assert f"{named} of a content part" in unused(
+        row(messages=[USER, holder, ANSWER]), Data(name="-"), "messages"
+    )
+
+
+def test_two_values_for_one_thing_are_an_error() -> None:
+    call = {"from": "function_call", "value": json.dumps(LOOK), "tool_calls": [{**LOOK, "name": "other"}]}
+    found = bad(row(conversations=[{"from": "human", "value": "Who?"}, call]))
+    assert "tool calls in two places" in found.problem.what
+    tool = {"name": "look", "parameters": {"a": 1}, "input_schema": {"type": "object"}}
+    assert "another `input_schema`" in bad(row(messages=[USER, ANSWER], tools=[tool])).problem.what
+    for empty in ({}, None):
+        tools = read(row(messages=[USER, ANSWER], tools=[{**tool, "parameters": empty}])).tools or []
+        assert tools[0]["function"] == {"name": "look", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1E999", "NaN", "Infinity"])
+def test_number_that_json_does_not_have_is_an_error_in_text_too(number: str) -> None:
+    call = {"name": "look", "arguments": f'{{"a": {number}}}'}
+    assert "valid JSON" in bad_chat(USER, {**ANSWER, "tool_calls": [call]}).problem.what
+    fine = {"name": "look", "arguments": '{"a": 1e40, "b": "1e400"}'}
+    assert chat(USER, {**ANSWER, "tool_calls": [fine]}).messages
+
+
 def test_what_anthropics_parts_hold_and_no_text_can_is_an_error() -> None:
     for part in ({"type": "image", "source": {}}, {"type": "redacted_thinking", "data": "x"}):
         assert bad_chat(USER, {"role": "assistant", "content": [part]}).problem.what.startswith(
