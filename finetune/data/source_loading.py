@@ -7,6 +7,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -28,6 +29,9 @@ RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
 FAR = 0.1  # a larger relative difference from the requested size gives a note
 MOST_SOURCES = 200  # of one recipe
 LOOKED_AT = 1000  # entries of a folder without data that are searched for a hint
+# Unused columns of a source that are counted by name, and the characters of a name
+MOST_COLUMNS, LONGEST_COLUMN, OTHER_COLUMNS = 100, 100, "other columns"
+MOST_FILES, LONGEST_NAMES = 20_000, 8 * 2**20  # of all sources: files, and characters of their paths
 State = tuple[int, int, int]  # of a file; see `state_of`
 NO_STATE = -1, -1, -1  # of a file that does not exist
 COUNTED = 2**26  # bytes; the examples of larger files are not counted for a note
@@ -378,7 +382,49 @@ def check_disjoint(data: Data) -> None:
 
 def files_of(source: Source, key: str) -> list[Path] | None:
     """Return the local files of a source, or `None` for a dataset on the Hub. See `files`."""
-    return files(source.name, key, source.split)
+    listed, named = _LISTED.get(), (source.name, key, source.split)
+    if listed is None:
+        return files(*named)
+    if named not in listed:
+        listed[named] = files(*named)
+    return listed[named]
+
+
+_LISTED: ContextVar[dict[tuple[str, str, str | None], list[Path] | None] | None] = ContextVar(
+    "listed", default=None
+)
+
+
+@contextlib.contextmanager
+def listed_once() -> Iterator[None]:
+    """Search the folders of each source once within the block, because a check asks several times."""
+    before = _LISTED.set({}) if _LISTED.get() is None else None
+    try:
+        yield
+    finally:
+        if before:
+            _LISTED.reset(before)
+
+
+def check_number(data: Data) -> None:
+    """Refuse sources with too many files, of which each is recorded in the run folder (exit 2)."""
+    count = size = 0
+    for source, key in named(data):
+        found: list[Path] = []
+        with contextlib.suppress(UserError):  # the other checks report it
+            found = (files_of(source, key) if source.name else None) or []
+        count, size = count + len(found), size + sum(len(str(path)) for path in found)
+        if count > MOST_FILES or size > LONGEST_NAMES:
+            raise UserError(
+                Problem(
+                    "the sources of the data have too many files together",
+                    key,
+                    found=f"{count:,} files up to {source.name}, with {size:,} characters in their paths",
+                    expected=f"at most {MOST_FILES:,} files, with {LONGEST_NAMES:,} characters",
+                    fix="join the files, or name a folder once",
+                    code="data-size",
+                )
+            )
 
 
 def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
@@ -572,12 +618,18 @@ def examples(
         if name not in formats:
             formats[name] = detect(row, data)
         counts = left.setdefault(name, {})
-        for column in unused(row, data, formats[name]):
+        for column in {_column(column, counts) for column in unused(row, data, formats[name])}:
             counts[column] = counts.get(column, 0) + 1
         try:
             yield replace(convert(row, data, formats[name]), conversations=conversations(row, data))
         except BadRow as bad:
             yield of_another_format(bad, row, data, formats[name])
+
+
+def _column(column: str, counts: dict[str, int]) -> str:
+    """Return the name under which an unused column is counted: a part of a long name, or one for the rest."""
+    name = column if len(column) <= LONGEST_COLUMN else f"{column[:LONGEST_COLUMN]}..."
+    return name if name in counts or len(counts) < MOST_COLUMNS else OTHER_COLUMNS
 
 
 def hub_name(source: Source) -> str:

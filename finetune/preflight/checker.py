@@ -57,6 +57,7 @@ from finetune.run_folder.run_folder import RunFolder
 IA3_RATE = 1e-2  # learning rate at which IA3's factors change by more than the rounding of bf16
 
 
+@source_loading.listed_once()
 def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
     """Check the files, packages and module names of a valid recipe, in under a second and without torch.
 
@@ -69,6 +70,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
     Raises:
         UserError: every problem found; exit 2, or 3 if only packages are missing.
     """
+    source_loading.check_number(recipe.data)  # the other checks would take minutes
     config, errors = _config(recipe.model), list[UserError]()
     notes = _collect(
         errors,
@@ -90,12 +92,14 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
     return [*notes, *rounded(recipe)]
 
 
+@source_loading.listed_once()
 def check(recipe: Recipe) -> list[str]:
     """`finetune check`: also check the first examples and the output folder.
 
     Raises:
         UserError: every problem found; exit 2, or 3 if only the environment is wrong.
     """
+    source_loading.check_number(recipe.data)
     errors = list[UserError]()
     first = partial(check_without_examples, recipe), partial(publish_target.check_recipe, recipe)
     notes = [*recipe.origin.notices, *_collect(errors, *first), *adapter_types.advice(recipe)]
