@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.core.errors import Problem
-from finetune.core.privacy import masked, secrets
+from finetune.core.privacy import masked_json
 
 FORMAT_VERSION = 1
 
@@ -31,7 +30,7 @@ def render(command: str, exit_code: int, result: object, problems: Sequence[Prob
         "result": plain(result),
         "problems": plain(shown),
     }
-    return masked(json.dumps(content, allow_nan=False), secrets())
+    return masked_json(content)
 
 
 def plain(value: object) -> Any:

@@ -22,8 +22,8 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
-from urllib.parse import quote
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from finetune.core.visible_text import continued, visible_lines
 
@@ -62,7 +62,8 @@ _PEM = (
     rf"|(?:{_GAP}(?:[A-Z][A-Za-z-]{{2,20}}: [^\n\\]{{0,100}}|[A-Za-z0-9+/=]{{16,}}))*)"
 )
 _IN_PLACE = (  # a text before the secret, and the secret. `Path` turns https:// into https:/
-    r"(?P<user>:/{1,2}[^\s/:@\"'<>\\]*:)[^\s/@\"'<>\\]+(?=@)",
+    # A password can hold an `@` or a `/`; a number and a `/` are a port
+    r"(?P<user>:/{1,2}[^\s/:@\"'<>\\]*:)(?!\d{1,5}/)[^\s\"'<>\\]{1,500}(?=@)",
     r"(?P<header>(?i:authorization)\\?[\"']?\s*[:=]\s*\\?[\"']?(?:[A-Za-z]{3,12}\s+)?)[A-Za-z0-9._~+/=-]{8,}",
     r"(?P<bearer>\b(?i:bearer)\s+)(?=[^\s\"']*\d)[A-Za-z0-9._~+/=-]{16,}",
     r"(?P<query>[?&](?i:[a-z-]*(?:token|signature|secret|password|credential)|sig|api_?key|key)=)[^&\s\"'<>*\\]{6,}",
@@ -78,6 +79,7 @@ _SECRET_KEY = re.compile(
     r"(?i)(?:(?<![a-z_])token|\b\w{0,40}(?:passwd|password|secret|credentials?"
     r"|(?:hub|hf|auth|access|api|wandb|private)_?(?:token|key)))[\"']?\s*:"
 )
+_WORD = re.compile(r"[a-z_]+")
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # a run of letters and digits
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD and db_password
@@ -85,7 +87,9 @@ _NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD 
     r"|(^|_)(ACCESS|SECRET|PRIVATE)_KEY(_|$)|_(PASS|PWD)$"
 )
 _MAY_NAME = re.compile(r"(?i)_(KEY|PAT)$")  # OPENAI_KEY holds a secret, and CACHE_KEY does not
-_LOGIN = re.compile(r"://[^/\s:@]*:([^/\s@]+)@")  # the password of an address, such as DATABASE_URL
+_LOGIN = re.compile(
+    r"://[^/\s:@]*:(?!\d{1,5}/)(\S{1,500})@"
+)  # the password of an address, as in DATABASE_URL
 _A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
 SHORTEST_PART = 12  # characters of a part of a known secret; the first ones may be `github_pat_`
@@ -134,12 +138,37 @@ def masked(text: str, known: list[str] | None = None) -> str:
         known: the result of `secrets()`, if the caller has it already.
     """
     for value in secrets() if known is None else known:
-        text = text.replace(value, "****")
+        if value.isdecimal():  # a part of a longer number is no secret
+            text = re.sub(rf"(?<!\d)(?<!\d\.){value}(?!\.?\d)", "****", text)
+        else:
+            text = text.replace(value, "****")
         after = len(text)
         for part in reversed(_parts(text, value)):
             text = f"{text[: part.start]}****{text[min(part.end, after) :]}"
             after = part.start
     return _GIVEN.sub(_masked_value, SECRET.sub(lambda found: f"{_before(found)}****", text))
+
+
+def masked_json(value: object, indent: int | None = None) -> str:
+    """Return a value as JSON text without secrets. Numbers, and keys that are plain words, stay as they are.
+
+    A secret of digits can be a part of a number, and a password such as `examples` can be a key.
+    """
+    known = secrets()
+    of_keys = [secret for secret in known if not _WORD.fullmatch(secret)]
+
+    def hidden(part: Any) -> Any:
+        if isinstance(part, str):
+            return masked(part, known)
+        if isinstance(part, dict):
+            named = (
+                (masked(key, of_keys) if isinstance(key, str) else key, one) for key, one in part.items()
+            )
+            return {key: hidden(one) for key, one in named}
+        return [hidden(one) for one in part] if isinstance(part, (list, tuple)) else part
+
+    # The second search finds secrets by the keys before them
+    return masked(json.dumps(hidden(value), indent=indent, allow_nan=False), [])
 
 
 def _parts(text: str, secret: str) -> list[Secret]:
@@ -219,7 +248,9 @@ def secrets() -> list[str]:
     values = {value for name, value in given if _NAMED.search(name)}
     values |= {value for name, value in given if _MAY_NAME.search(name) and is_random(value)}
     values = {value for value in values if not (os.path.isabs(value) and os.path.exists(value))}
-    logins = (login for value in os.environ.values() for login in _LOGIN.findall(value))
+    logins = {login for value in os.environ.values() for login in _LOGIN.findall(value)}
+    # A driver reads `%40` as `@`, and takes what is after the first `@` for a host
+    logins |= {part for login in logins for part in (unquote(login), *re.split("[@/]", login))}
     values |= {login for login in logins if not login.isalpha()}  # `postgres` is the password of many tests
     values |= {logged_in()}
     # Files of secrets end in a line break, and `docker run --env-file` keeps quotes

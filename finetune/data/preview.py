@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
-from finetune.core import html_pages, safe_files
+from finetune.core import html_pages, privacy, safe_files
 from finetune.core.formatting import amount
 from finetune.core.privacy import find_secrets, secrets
 from finetune.core.visible_text import visible_lines
@@ -349,7 +349,7 @@ def write_html(
         extent=_extent(prepared, len(rows)),
         weighted=any(piece.weight for row in rows for document in row for piece in document.pieces),
     )
-    safe_files.write_text(path.parent, path.name, text)
+    safe_files.write_text(path.parent, path.name, privacy.masked(text))
 
 
 def _fills(prepared: Prepared) -> list[float]:

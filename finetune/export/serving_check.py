@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from finetune.core import model_config, safe_files, shipped_files
 from finetune.core.errors import Exit, Problem, UserError, first_line, raise_if_any
-from finetune.core.privacy import masked
+from finetune.core.privacy import masked_json
 from finetune.data import encoding
 from finetune.data.encoding import Encoded
 from finetune.data.examples import Example
@@ -373,7 +373,7 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
 
 def write_report(folder: Path, name: str, report: dict[str, Any]) -> None:
     """Write the report of an export, with the serving check, into its folder. Secrets are masked."""
-    safe_files.write_text(folder, name, masked(json.dumps(report, indent=1)) + "\n")
+    safe_files.write_text(folder, name, masked_json(report, indent=1) + "\n")
 
 
 def texts_of(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Texts:

@@ -28,7 +28,7 @@ from finetune.core import foreign_yaml, safe_files, standard_streams, strict_jso
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.folder_search import match_paths, walk
 from finetune.core.paths import local_path, similar_files
-from finetune.core.privacy import masked
+from finetune.core.privacy import masked_json
 from finetune.core.visible_text import visible
 from finetune.hub import client
 from finetune.recipe import renames
@@ -159,7 +159,7 @@ class RunFolder:
 
     def write(self, name: str, value: object) -> None:
         """Write `value` as JSON atomically, without secrets, and with NaN and Inf as text."""
-        text = masked(json.dumps(strict_json.spelt(value), indent=1, allow_nan=False)) + "\n"
+        text = masked_json(strict_json.spelt(value), indent=1) + "\n"
         try:
             _usable(name, text, name)
         except ValueError as error:  # a wrong file must not end the run

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote, quote_plus, unquote
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -550,6 +550,38 @@ def test_part_of_a_secret_that_a_message_cuts_is_masked(count: int, monkeypatch)
     )
 
 
+@pytest.mark.parametrize("secret", ["33333333", "58063832", "examples", "settings", "0.333333"])
+def test_secret_that_is_a_part_of_a_number_or_a_key_leaves_json_whole(secret: str, monkeypatch) -> None:
+    monkeypatch.setenv("DB_PASSWORD", secret)
+    value = {
+        "settings": {"examples": [1 / 3, 3.58063832752, 58063832, 33333333]},
+        "said": f"The PIN is {secret}.",
+    }
+    assert json.loads(privacy.masked_json(value)) == {**value, "said": "The PIN is ****."}
+    assert secret not in privacy.masked(f"PIN {secret}, {secret} and ({secret})")
+
+
+@pytest.mark.parametrize("password", ["pa@ssWord9xK", "pa/ssWord9xK", "p%40ssWord9xK"])
+def test_password_of_an_address_with_an_odd_sign_is_masked(password: str, monkeypatch) -> None:
+    address = f"postgresql://svc:{password}@127.0.0.1:1/x"
+    assert privacy.masked(f"{address}: failed") == "postgresql://svc:****@127.0.0.1:1/x: failed"
+    monkeypatch.setenv("DATABASE_URL", address)
+    for part in (password, unquote(password), re.split("[@/]", password)[-1]):
+        assert part not in privacy.masked(f"failed to resolve host '{part}@127.0.0.1'"), part
+    for plain in ("http://127.0.0.1:8000/@scope/package", "https://github.com/a/b@main: found"):
+        assert privacy.masked(plain) == plain
+
+
+@pytest.mark.parametrize("password", ["pa@ssWord9xK", "pa/ssWord9xK", "pa?ssWord9xK@"])
+def test_storage_whose_password_a_driver_reads_otherwise_is_refused(password: str, tmp_path, capsys) -> None:
+    (tmp_path / "space.yaml").write_text("space:\n  adapter.r: {low: 4, high: 8}\n")
+    storage = f"postgresql://svc:{password}@127.0.0.1:1/x"
+    words = ["sweep", str(QUICKSTART), "--space", str(tmp_path / "space.yaml"), "--trials", "1"]
+    assert main.main([*words, "--output", str(tmp_path / "out"), "--storage", storage]) == 2
+    said = "".join(capsys.readouterr())
+    assert "must be escaped" in said and "ssWord9xK" not in said
+
+
 def test_secret_of_several_lines_is_masked_in_the_samples(small, tmp_path, monkeypatch, capsys) -> None:
     """The table of samples has a row for each line, and cuts long texts."""
     middle = "MIICXAIBAAKBgQCqGKukO1De7zhZj6xH0qtjTkVxwTCpvKe4eCZ0FPqri0cb2JZf"
@@ -599,6 +631,7 @@ def test_secret_in_an_example_is_masked_on_the_screen_and_on_the_page(tmp_path, 
         monkeypatch.setenv(name, value)
     turns = [[("user", f"Open {value}?"), ("assistant", f"The key is {value}.")] for value in known.values()]
     rows = [{"messages": [{"role": role, "content": said} for role, said in chat]} for chat in turns]
+    rows = [{**row, f"of {value}": 1} for row, value in zip(rows, known.values(), strict=True)]
     (data := tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     options = [
         f"data.name={data}",

@@ -86,10 +86,28 @@ def opened(
         UserError: the storage cannot be reached, or its driver is not installed (exit 3). The URL is not
             valid, or the journal cannot be written (exit 2).
     """
+    _check_password(url)
     direction = "maximize" if maximize else "minimize"
     given: dict[str, Any] = {"study_name": name, "direction": direction, "load_if_exists": True}
     with contextlib.ExitStack() as stack:
         yield _asked(url, stack, lambda storage: optuna.create_study(storage=storage, pruner=pruner, **given))
+
+
+def _check_password(url: str) -> None:
+    """Refuse an address whose password holds a sign that a driver takes for its end (exit 2)."""
+    login = re.match(r"[\w+]+://[^\s/:@]*:(?!\d{1,5}/)(?P<password>.*)@", url)
+    if login and re.search("[@/?#]", login["password"]):
+        raise UserError(
+            Problem(
+                "the password of the storage holds a sign that must be escaped",
+                where="--storage",
+                found="one of @ / ? #",
+                expected="%40, %2F, %3F or %23",
+                fix="python -c \"from urllib.parse import quote; print(quote(input(), safe=''))\" escapes it",
+                why="the driver would take the rest of the password for a host, and show it",
+                code="experiment",
+            )
+        )
 
 
 def name_in(url: str, folder: Path) -> str:
