@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.argument_types import check_types
 from finetune.core.library_calls import library_call
-from finetune.run_folder import run_folder, saved_weights
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Run:
         from finetune.evaluation import reopen
         from finetune.models import base_identity
 
-        folder = saved_weights.open_checked(self.folder)
+        folder = run_folder.open_run(self.folder)
         recipe = run_folder.recipe_of(folder, files=False)
         for note in base_identity.notes(recipe.model, folder):
             warnings.warn(note, stacklevel=3)

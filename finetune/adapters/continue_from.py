@@ -19,7 +19,6 @@ from finetune.hub import client
 from finetune.models import checkpoint_headers, module_names
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_rules import EMBEDDINGS, HEADS
-from finetune.run_folder import saved_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +64,6 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
         is_pinned = client.COMMIT.fullmatch(revision or "")
         return [note if is_pinned else f"{note}. It can change: {repo}@<commit> pins it"]
     check_weights(folder, adapter.source)
-    saved_weights.check_adapter(folder)
     saved = untrusted_files.read_object(folder / "adapter_config.json", "adapter.init_from")
     raise_if_any(_source_problems(saved, adapter, base, revision))
     return []

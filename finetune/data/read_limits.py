@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -25,6 +26,8 @@ EXPANSION, LEAST = 100, 2**28
 # In bytes. An xz dictionary can have up to 4 GiB, but `xz -9` needs only 65 MiB.
 XZ_MEMORY = 2**28
 _BLOCK = 2**20
+# Of a pax header. Older releases of Python search it in a time that grows with the square of a number in it
+LONGEST_PAX, LONG_NUMBER = 2**16, re.compile(rb"\d{101}")
 
 
 class Limits(NamedTuple):
@@ -164,6 +167,7 @@ class ArchiveStream(io.RawIOBase):
         self.content = opened(file) if opened else file
         self.path, self.limits, self.position = path, limits, 0
         self.last = b""  # what `read` returned last
+        self.next_is_pax = False  # whether the next bytes are a pax header of a tar file
         self.most = limits.expanded(path) if opened else path.stat().st_size
         super().__init__()
 
@@ -198,4 +202,7 @@ class ArchiveStream(io.RawIOBase):
         self.position += len(found)
         if self.position > self.most:
             raise expands(self.path, self.most)
+        if self.next_is_pax and (len(found) > LONGEST_PAX or LONG_NUMBER.search(found)):
+            raise ValueError("a pax header is too long, or has a long number")
+        self.next_is_pax = False
         return found

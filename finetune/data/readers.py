@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from finetune.core.errors import Problem, UserError
-from finetune.core.paths import refuse_lfs_pointer
+from finetune.core.paths import is_utf8, refuse_lfs_pointer
 from finetune.data import hints, read_limits
 from finetune.data.examples import BadRow, Row
 from finetune.data.json_values import (
@@ -278,14 +278,16 @@ def _tar(path: Path, limits: Limits) -> Rows:
         with (
             path.open("rb") as file,
             ArchiveStream(file, path, limits) as content,
-            tarfile.open(fileobj=content, mode="r:") as archive,
+            tarfile.open(fileobj=content, mode="r:", tarinfo=_headers_of(content)) as archive,
         ):
             seen = set[int]()  # hashes of names, so that millions of members fit in memory
             for name, group in groupby(_members(archive, path, limits), key=itemgetter(0)):
                 yield _sample(group, f"{path}!{name}", hash(name) in seen)
                 seen.add(hash(name))
             _check_end(content, path)
-    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RecursionError) as error:
+    except (
+        tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, RecursionError,
+    ) as error:  # fmt: skip
         raise UserError(
             Problem(
                 "the file is damaged or is not a tar file",
@@ -295,6 +297,19 @@ def _tar(path: Path, limits: Limits) -> Rows:
                 code="data-format",
             )
         ) from error
+
+
+def _headers_of(content: ArchiveStream) -> type[tarfile.TarInfo]:
+    """Return the class that reads the headers of an archive. It tells `content` where a pax header is."""
+
+    class Header(tarfile.TarInfo):
+        @classmethod
+        def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+            found: Any = super().frombuf(buf, encoding, errors)
+            content.next_is_pax = found.type in PAX
+            return found
+
+    return Header
 
 
 def _check_end(content: ArchiveStream, path: Path) -> None:
@@ -314,6 +329,7 @@ def _check_end(content: ArchiveStream, path: Path) -> None:
     )
 
 
+PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 MOST_WITHOUT_CONTENT = 10_000  # folders and links in a row, without a file between them
 
 
@@ -335,6 +351,16 @@ def _members(archive: Any, path: Path, limits: Limits) -> Iterator[tuple[str, st
                 )
             )
         if opened:
+            if not is_utf8(Path(member.name)):
+                raise UserError(
+                    Problem(
+                        "the name of a file in the archive is not UTF-8",
+                        where=str(path),
+                        found=ascii(member.name)[:200],
+                        fix="rename the file, and pack the files again",
+                        code="data-format",
+                    )
+                )
             stem, _, kind = Path(member.name).name.partition(".")
             name = str(Path(member.name).parent / stem)
             size = member.size if name != last else size + member.size

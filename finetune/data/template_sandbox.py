@@ -42,6 +42,8 @@ PER_ITERATION = 1e-6
 
 A chat gets the same time for each of its characters. So filters, which count no iterations, are limited too.
 """
+PER_RENDERING, PER_CHARACTER = 50_000, 20
+"""Characters that a rendering may write on average: for itself, and for each character of its data."""
 # Added for each pair of messages, because some templates look back from each message
 ITERATIONS_PER_PAIR = 20
 LARGEST_POWER = 100_000  # maximum bits of the result of `**`
@@ -223,6 +225,10 @@ TOO_LONG_TOGETHER = (
     "processor's time each"
 )
 TOO_SLOW = f"{STOPPED}: one rendering took {SECONDS} s of the processor's time"
+TOO_MUCH_TOGETHER = (
+    f"{STOPPED}: all renderings together wrote more than {PER_RENDERING:,} characters each, and "
+    f"{PER_CHARACTER} for each character of the data"
+)
 STOPS_ALL = ("", (), TOO_SLOW)  # the answer to such a chat
 KILLED = f"{STOPPED}: its process was killed, as Linux does when the memory of the machine is full"
 HUNG = f"{STOPPED}: its process did nothing for {HANGS} s"
@@ -326,16 +332,10 @@ def _of_rows(request: dict[str, Any]) -> list[Any]:
             renderer, limits = _compiled(request["template"], request["way"])
             limits.left = ITERATIONS
             text = renderer(row)
-        _check_text(text)
+        _spare(request["template"]).take(text, len(json.dumps(row)))
         return text, ()
 
     return [_answer(one, row) for row in request["chats"]]
-
-
-def _check_text(text: str) -> None:
-    if len(text) > LONGEST:
-        raise _Refused(f"the template took more than {LONGEST} characters")
-    text.encode()  # raises for half of a surrogate pair
 
 
 @cache
@@ -444,6 +444,16 @@ class _Spare:
     iterations: int = ITERATIONS
     seconds: float = ITERATIONS * PER_ITERATION
     """Processor time."""
+    characters: int = LONGEST
+
+    def take(self, text: str, given: int) -> None:
+        """Check the text that a rendering wrote of a chat or example with `given` characters."""
+        if len(text) > LONGEST:
+            raise _Refused(f"the template took more than {LONGEST} characters")
+        self.characters += PER_RENDERING + PER_CHARACTER * given - len(text)
+        if self.characters < 0:
+            raise _Refused(TOO_MUCH_TOGETHER)
+        text.encode()  # raises for half of a surrogate pair
 
 
 @lru_cache(maxsize=16)
@@ -487,7 +497,7 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
         finally:
             spare.iterations -= most - limits.left
             spare.seconds -= time.process_time() - began
-        _check_text(text)
+        spare.take(text, len(json.dumps(messages)) + len(json.dumps(tools)))
         return text, spans
 
     def one(chat: tuple[Any, Any]) -> tuple[Any, Any]:

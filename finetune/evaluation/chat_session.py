@@ -29,7 +29,7 @@ from finetune.data.encoding import Encoder
 from finetune.data.examples import Example
 from finetune.evaluation import reopen, scoring
 from finetune.models import base_identity, token_limits
-from finetune.run_folder import run_folder, saved_weights
+from finetune.run_folder import run_folder
 
 MAX_NEW_TOKENS = 512
 SHOWN = {"base": "base", "tuned": "fine-tuned"}  # name of a model -> shown name
@@ -90,7 +90,7 @@ def run(
     Raises:
         UserError: the run is not finished (exit 2), or there is not enough memory (exit 3).
     """
-    folder = saved_weights.open_checked(path)
+    folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
     speakers = folder.read("data_report.json")["train"]["trained_by"]
     chats = bool(CHATS & set(speakers))

@@ -35,7 +35,7 @@ from finetune.evaluation import (
 )
 from finetune.evaluation.results import Measured
 from finetune.hardware import detection
-from finetune.run_folder import run_folder, saved_weights
+from finetune.run_folder import run_folder
 
 
 def run(
@@ -60,7 +60,7 @@ def run(
     Raises:
         UserError: the run is not finished, or the folder cannot be written (exit 2).
     """
-    folder = saved_weights.open_checked(path)
+    folder = run_folder.open_run(path)
     if not os.access(folder.path, os.W_OK):
         raise UserError(
             Problem(

@@ -39,6 +39,8 @@ METRICS = {  # output_type -> metrics of a task without `metric_list` (lm_eval 0
     "generate_until": ("exact_match",),
 }
 
+MOST_CHOICES = 10_000  # of an example: values in the text of a template
+
 
 def config(path: Path) -> dict[str, Any]:
     """Return lm-eval's configuration of the task in a file, including the files that it includes.
@@ -113,13 +115,13 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
 
     try:
         Environment().parse(template)  # parse only, without rendering
-    except TemplateSyntaxError as error:
+    except (TemplateSyntaxError, RecursionError, ValueError, MemoryError) as error:  # deep, or a long number
         raise UserError(
             Problem(
                 "the template is not valid Jinja",
                 key,
                 where=where,
-                found=str(error),
+                found=f"{type(error).__name__}: {error}"[:200],
                 fix=f'{key}: "{{{{question}}}}", with a column of your data',
                 code="eval-task",
             )
@@ -142,6 +144,8 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
                 )
             )
         try:
+            if text.count(",") > MOST_CHOICES and key != "doc_to_text":
+                raise ValueError("too many values")
             if key == "doc_to_choice" or (choices and text.isdigit()):
                 return ast.literal_eval(text)
             if key == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
@@ -156,7 +160,7 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
                     key,
                     where=where,
                     found=f"{row}"[:200],
-                    expected="a list of strings, such as ['yes', 'no']",
+                    expected=f"a list of up to {MOST_CHOICES:,} strings, such as ['yes', 'no']",
                     fix=f"{key}: \"{{{{['yes', 'no']}}}}\"",
                     code="eval-task",
                 )

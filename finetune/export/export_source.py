@@ -15,7 +15,7 @@ from finetune.hub import client
 from finetune.models import model_files, tokenizer_setup
 from finetune.recipe import loader
 from finetune.recipe.schema import Model, Recipe
-from finetune.run_folder import run_folder, saved_weights
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 MOST_ADDED = 1000  # tokens that an adapter's tokenizer has in addition to those of its base model
@@ -63,7 +63,7 @@ def open_source(name: str | Path) -> Source:
             title = path.name
     folder = RunFolder(path)
     if not folder.is_plain_adapter:
-        folder = saved_weights.open_checked(path)
+        folder = run_folder.open_run(path)
         return Source(folder, folder.path.absolute().name, notes)
     check_adapter(folder)
     return Source(folder, title, [*notes, WITHOUT_RUN])

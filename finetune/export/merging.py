@@ -21,7 +21,7 @@ from finetune.core.paths import free_name, writing
 from finetune.evaluation import reopen, scoring, validation_set
 from finetune.export import merged_files, plain_base, shared_weights, verify_merge
 from finetune.quantization import qat
-from finetune.run_folder import run_folder, saved_weights
+from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ def run(
             weights (exit 4). No files are left behind.
     """
     started = time.monotonic()
-    folder = saved_weights.open_checked(path)
+    folder = run_folder.open_run(path)
     folder.found("merge.json")  # a damaged file ends the command before a model is loaded
     recipe = run_folder.recipe_of(folder, overrides)
     setup = reopen.setup_of(recipe)
@@ -184,7 +184,7 @@ def publish(
         name = target.name if where == folder.path.absolute() else str(target.absolute())
         safe_files.apply_umask(staged)
         if reports == "merge.json":
-            report["files"] = saved_weights.describe(staged)
+            report["files"] = run_folder.described(staged)
         # Write the report first, so that a killed merge leaves no weights without a report
         before = folder.found(reports)
         if not folder.is_plain_adapter:

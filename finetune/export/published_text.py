@@ -19,7 +19,7 @@ from finetune.hub import client
 from finetune.models import checkpoint_headers
 from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Source
-from finetune.run_folder import run_folder
+from finetune.run_folder import settings_text
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:
             return found[0]  # a quote inside a comment
         clean = without_paths(value, known)
         local = clean != value and not (base.on_hub and clean == base.name)
-        return run_folder.flow(f"./{clean}" if local else clean)
+        return settings_text.flow(f"./{clean}" if local else clean)
 
     lines = [_QUOTED.sub(said, line) for line in text.splitlines()]
     lines = [_FILE.sub("", line) if line.startswith("#") else line for line in lines]

@@ -23,7 +23,7 @@ from finetune.hub import client
 from finetune.models import base_identity
 from finetune.preflight import publish_target
 from finetune.recipe.schema import Publish, Recipe
-from finetune.run_folder import run_folder, saved_weights
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 
@@ -50,7 +50,7 @@ def run(
             The repository exists and is public although private was requested, or the token, the network or
             the Hub fails (exit 3). The uploaded files differ (exit 4).
     """
-    folder, screen = saved_weights.open_checked(path), screen or Console(quiet=True)
+    folder, screen = run_folder.open_run(path), screen or Console(quiet=True)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
     section = recipe.publish
     publish_target.check_names(section)

@@ -17,7 +17,7 @@ from finetune.core.weight_files import find_weight_files
 from finetune.export import published_text
 from finetune.models import checkpoint_headers
 from finetune.recipe.loader import load as load_recipe
-from finetune.run_folder import run_folder, saved_weights
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
         )
     untrusted_files.check_model(plain[0], "")
     recorded = merge_report(folder, plain[0]).get("files", {})
-    saved_weights.check_files(plain[0], recorded, command("merge", str(folder.path)))
+    run_folder.check_files(plain[0], recorded, command("merge", str(folder.path)))
     return "merged", plain[0]
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MOST_DIMENSIONS = 16
 MOST_SHARED = 4  # weights of a model for each weight in its files. Models can share weights
 LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
+MOST_TENSORS = 300_000  # of all files; the largest models have about 200,000
 MOST_PARTS = 2_000_000  # of a header, which has 8 for each tensor
 SAMPLE = 2**12  # bytes of each end of a tensor that `sample` reads
 LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
@@ -72,6 +73,18 @@ def stored(folder: Path, key: str = "model.name") -> dict[str, StoredTensor]:
                 )
             )
         found |= header
+        if len(found) > MOST_TENSORS:
+            raise UserError(
+                Problem(
+                    "the weight files have too many tensors together",
+                    key,
+                    where=str(folder),
+                    found=f"{len(found):,} up to {path.name}",
+                    expected=f"at most {MOST_TENSORS:,}",
+                    fix=DOWNLOAD,
+                    code="model-files",
+                )
+            )
     return found
 
 

@@ -371,6 +371,8 @@ def _adapter(recipe: Recipe, config: ModelConfig | None) -> list[str]:
     folder = Path(recipe.model.name)
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     source = continue_from.source_folder(recipe.adapter.source) if recipe.adapter.source else None
+    if source:
+        run_folder.check_adapter(source)
     if source and not recipe.adapter.ours("from_other_base"):
         base_identity.check_adapter(source, recipe.model)
     notes += _tokens_of_source(recipe, config)

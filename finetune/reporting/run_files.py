@@ -12,7 +12,7 @@ from finetune.core import safe_files, strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.data.audit import Report
 from finetune.recipe import renames
-from finetune.run_folder import file_shapes, run_folder
+from finetune.run_folder import file_shapes, run_folder, settings_text
 from finetune.run_folder.run_folder import RunFolder
 
 FILES = {  # files of a run folder, and the content that is missing without them
@@ -33,7 +33,7 @@ class Run:
     path: Path
     missing: list[str] = field(default_factory=list)
     recipe: dict[str, Any] = field(default_factory=dict)
-    settings: list[run_folder.Setting] = field(default_factory=list)
+    settings: list[settings_text.Setting] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Report] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def _read_recipe(found: Run, folder: RunFolder) -> None:
     file_shapes.check(folder.recipe.name, recipe)
     for mark in ("# ignored: ", "# left out: "):  # the second one is of earlier versions
         found.notices += [line.removeprefix(mark) for line in text.split("\n") if line.startswith(mark)]
-    found.settings += run_folder.settings(text, version)
+    found.settings += settings_text.settings(text, version)
     found.recipe.update(recipe)
 
 

@@ -13,7 +13,7 @@ from finetune.core.privacy import masked
 from finetune.evaluation import tasks, verdicts
 from finetune.recipe import adapter_types
 from finetune.reporting import scores
-from finetune.run_folder import run_folder
+from finetune.run_folder import run_folder, settings_text
 
 if TYPE_CHECKING:
     from finetune.core.console import Console
@@ -37,7 +37,7 @@ SAMPLE = {
 
 
 def show_plan(
-    screen: Console, recipe: Recipe, chosen: run_folder.Choices, data: dict[str, Report], notes: list[str]
+    screen: Console, recipe: Recipe, chosen: settings_text.Choices, data: dict[str, Report], notes: list[str]
 ) -> None:
     """Print one table with the planned settings, who set each and why, then the notes."""
     train, validation, set_by = data["train"], data["validation"], recipe.origin.set_by

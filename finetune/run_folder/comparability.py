@@ -11,7 +11,7 @@ from finetune.core.formatting import shortened
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Data, Recipe, Source
-from finetune.run_folder import run_folder
+from finetune.run_folder import run_folder, settings_text
 from finetune.run_folder.run_folder import RunFolder
 
 SAME_BASE = 1e-2  # relative difference of the base model's validation loss; kernels and dtypes change it less
@@ -60,7 +60,7 @@ def last_parts(value: object) -> Any:
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
     """Return, for each dotted key, its value in recipe.resolved.yaml and who set it."""
-    found = run_folder.settings(folder.read_recipe(), folder.format_version)
+    found = settings_text.settings(folder.read_recipe(), folder.format_version)
     return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
 
 

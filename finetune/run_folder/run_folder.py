@@ -15,25 +15,21 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import yaml
-from pydantic import BaseModel
-
-from finetune.core import foreign_yaml, safe_files, standard_streams, strict_json, untrusted_files
+from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.folder_search import match_paths, walk
 from finetune.core.paths import local_path, similar_files
 from finetune.core.privacy import masked_json
-from finetune.core.visible_text import visible
 from finetune.hub import client
 from finetune.recipe import renames
 from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Recipe, Source, Train
+from finetune.recipe.schema import Recipe, Source
+from finetune.run_folder.saved_weights import check_files, described
 
 FORMAT_VERSION = 2  # the format of run folders, stored in environment.json; without it, the format is 1
 EVALUATED = "eval.json"
@@ -51,8 +47,8 @@ _LARGEST: dict[str, int] = dict.fromkeys(
 _LARGEST |= {"data_report.json": 16 * 2**20}
 _LARGEST_OF_OTHERS = 4 * 2**20
 UNPUBLISHED = "name a run that `finetune publish` has uploaded"
+WEIGHTS = "weights.json"  # the files of the trained weights, each with a hash
 WANDB = "wandb"  # W&B's folder in a run folder
-_SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "validation.jsonl"  # a copy of the validation set, so that the run can be evaluated anywhere
 # Files that are published with the weights, so that the run can be opened elsewhere
 PUBLISHED = (
@@ -172,6 +168,22 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write a text file atomically."""
         safe_files.write_text(self.path, name, text)
+
+    def record_weights(self, folder: Path) -> None:
+        """Write weights.json for a new `adapter/` or `model/`."""
+        self.write(WEIGHTS, {"folder": folder.name, "files": described(folder)})
+
+    def check_weights(self) -> None:
+        """Check that the files of the trained weights are as the run wrote them.
+
+        A run of an earlier version has no record. Neither has a run that was published.
+
+        Raises:
+            UserError: a file changed or is missing (exit 4).
+        """
+        recorded = self.found(WEIGHTS)
+        if recorded and recorded["folder"] == self.weights.name:
+            check_files(self.weights, recorded["files"], f"delete {WEIGHTS} to use the files as they are")
 
     def read_text(self, name: str) -> str:
         """Return the text of a file of this run.
@@ -339,7 +351,11 @@ def _instead(run: RunFolder) -> str:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Open a run folder, or a published run `organization/name@revision` (exit 2 if there is no run)."""
+    """Open a run folder, or a published run `organization/name@revision`.
+
+    Raises:
+        UserError: there is no run (exit 2), or its weights have changed (exit 4).
+    """
     run = RunFolder(Path(path))
     if isinstance(path, str) and _AT_COMMIT.fullmatch(path) and run.path.exists():
         raise UserError(
@@ -367,7 +383,15 @@ def open_run(path: str | Path) -> RunFolder:
     refuse_links(run.path)
     check = untrusted_files.check_adapter if run.weights == run.adapter else untrusted_files.check_model
     check(run.weights, "")
+    run.check_weights()
     return run
+
+
+def check_adapter(folder: Path) -> None:
+    """Call `RunFolder.check_weights` if a folder is the `adapter/` of a run."""
+    run = RunFolder(folder.resolve().parent)
+    if run.recipe.exists() and folder.resolve() == run.adapter:
+        run.check_weights()
 
 
 def refuse_links(folder: Path) -> None:
@@ -552,116 +576,6 @@ def packages() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
-    """Return the recipe as YAML with every effective value, and a comment with who set it.
-
-    The result loads as a recipe.
-
-    Args:
-        chosen: dotted key -> (value, who chose it and why). Keys that recipes don't have become comments.
-    """
-    lines = [f"# All settings of this run, from {visible(recipe.origin.path.name)}."]
-    lines += ["# Each comment names the source of the value: recipe, override, launch, hardware or default."]
-    chosen = dict(chosen)
-    for section in type(recipe).model_fields:
-        lines.append(f"{section}:")
-        for key in _shown(recipe, section):
-            dotted = f"{section}.{key}"
-            default = (
-                getattr(getattr(recipe, section), key),
-                recipe.origin.set_by.get(dotted, "default"),
-            )
-            value, who = chosen.pop(dotted, default)
-            lines.append(f"  {key}: {flow(value)}  # {visible(who)}")
-        for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
-            value, who = chosen.pop(dotted)
-            lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({visible(who)})")
-    lines += [f"# ignored: {visible(notice)}" for notice in recipe.origin.notices]
-    return "\n".join(lines) + "\n"
-
-
-LIBRARY = "default of the library"  # marks a default of SFTConfig or PEFT in recipe.resolved.yaml
-
-
-class Setting(NamedTuple):
-    """A line of recipe.resolved.yaml."""
-
-    section: str
-    key: str
-    value: str
-    """The value as text."""
-    who: str
-    """Who set the value and why; "default" if nobody did."""
-
-
-def settings(resolved: str, format_version: int = FORMAT_VERSION) -> list[Setting]:
-    """Return the lines of recipe.resolved.yaml with current key names, without library defaults."""
-    found, section = list[Setting](), ""
-    for line in resolved.split("\n"):
-        if match := _SETTING.fullmatch(line):
-            value, _, who = match["rest"].rpartition("  (" if match["note"] else "  # ")
-            who = who.removesuffix(")") if match["note"] else who
-            if who == LIBRARY:
-                continue
-            line_of = Setting(section, match["key"], value or match["rest"], who if value else "")
-            found.append(_current(line_of) if format_version == 1 else line_of)
-        elif line.endswith(":") and not line.startswith(("#", " ")):
-            section = line[:-1]
-    return found
-
-
-def _current(line: Setting) -> Setting:
-    """Return a line of format 1 with its current key name."""
-    old = f"{line.section}.{line.key}"
-    if old not in renames.KEYS and old not in renames.RECORDED:
-        return line
-    try:
-        key, value = renames.current(old, yaml.safe_load(line.value))
-    except foreign_yaml.ERRORS:
-        return line
-    section, _, name = key.partition(".")
-    return Setting(section, name, flow(value), line.who)
-
-
-def _shown(recipe: Recipe, section: str) -> list[str]:
-    """Return the keys that finetune or the user set. environment.json has the defaults of libraries."""
-    content = getattr(recipe, section)
-    if section == "adapter":
-        return [key for key in type(content).model_fields if key in content.model_fields_set]
-    if section == "train":
-        return [
-            key
-            for key in type(content).model_fields
-            if key in content.model_fields_set | Train.model_fields.keys()
-        ]
-    return list(type(content).model_fields)
-
-
-def flow(value: Any) -> str:
-    """Format a value on one line of YAML 1.2, from which the same value is read back."""
-    if isinstance(value, BaseModel):  # skip a null that a reader would fill in
-        fields = type(value).model_fields
-        defaults = {key: field.default for key, field in fields.items()}
-        return flow({key: one for key, one in value if one is not None or defaults.get(key) is not None})
-    if isinstance(value, float):
-        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
-    if isinstance(value, Enum):  # an option of PEFT or transformers
-        return flow(value.value)
-    if isinstance(value, str):
-        # The escapes of `visible` are valid in YAML.
-        return visible(
-            yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
-        )
-    if value is None or isinstance(value, (bool, int)):
-        return json.dumps(value)
-    if isinstance(value, (list, tuple, set)):
-        return "[" + ", ".join(flow(item) for item in value) + "]"
-    return "{" + ", ".join(f"{flow(str(k))}: {flow(v)}" for k, v in value.items()) + "}"
-
-
-Choices = dict[str, tuple[Any, str]]  # dotted key -> (value, who chose it and why)
 
 
 def local_paths(recipe: Recipe) -> dict[str, Any]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
-import subprocess
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from peft import PeftModel
 from torch import nn
@@ -15,48 +10,20 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from finetune.adapters import peft_configs
 from finetune.autoconfig import optimizer_choice
-from finetune.autoconfig.launch_settings import Launch
 from finetune.core import formatting
 from finetune.core.run_checks import Choice
 from finetune.data.audit import Report
-from finetune.distributed import recorded_variables
-from finetune.hardware.detection import Hardware
 from finetune.models import base_identity
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Recipe, Train
-from finetune.run_folder import run_folder
+from finetune.run_folder import run_folder, settings_text
+from finetune.training import environment_of_run
 from finetune.training.auto_correction import MICRO_BATCH, SET_BY
 from finetune.training.run_context import RunContext, StepPlan
 
 
-def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
-    """Return versions, git revision, hardware and launch, which explain a run and help to repeat it."""
-    return {
-        "format_version": run_folder.FORMAT_VERSION,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": run_folder.packages(),
-        "git": _git(),
-        "hardware": asdict(hardware),
-        "launch": {**asdict(launch), "environment": recorded_variables.recorded()},
-    }
-
-
-def _git() -> dict[str, Any] | None:
-    """Return commit and dirty flag of the source tree, if this is a checkout and git is installed."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or not shutil.which("git"):
-        return None
-
-    def ask(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
-
-
-def choices(run: RunContext, plan: StepPlan, adapted: PreTrainedModel | PeftModel) -> run_folder.Choices:
+def choices(run: RunContext, plan: StepPlan, adapted: PreTrainedModel | PeftModel) -> settings_text.Choices:
     """Return every value that the recipe does not set, with who set it and why."""
     recipe, setup, correction = run.recipe, run.setup, run.correction
     batch, fast = plan.batch, plan.choices
@@ -127,24 +94,26 @@ def choices(run: RunContext, plan: StepPlan, adapted: PreTrainedModel | PeftMode
     }
 
 
-def library_defaults(recipe: Recipe, adapted: nn.Module, arguments: TrainingArguments) -> run_folder.Choices:
+def library_defaults(
+    recipe: Recipe, adapted: nn.Module, arguments: TrainingArguments
+) -> settings_text.Choices:
     """Return the values of recipe keys that neither the recipe nor finetune sets: SFTConfig's and PEFT's."""
     values = {"train": arguments.to_sanitized_dict()}
     if configs := getattr(adapted, "peft_config", None):
         values["adapter"] = configs["default"].to_dict()
-    defaults: run_folder.Choices = {}
+    defaults: settings_text.Choices = {}
     for section, upstream in values.items():
         content = getattr(recipe, section)
         shown = content.model_fields_set | Train.model_fields.keys()
         for key in (type(content).model_fields.keys() & upstream.keys()) - shown:
             if upstream[key] is not None:
-                defaults[f"{section}.{key}"] = upstream[key], run_folder.LIBRARY
+                defaults[f"{section}.{key}"] = upstream[key], settings_text.LIBRARY
     return dict(sorted(defaults.items()))
 
 
 def write_start(
     run: RunContext,
-    chosen: run_folder.Choices,
+    chosen: settings_text.Choices,
     reports: dict[str, Report],
     adapted: nn.Module,
     arguments: TrainingArguments,
@@ -152,9 +121,9 @@ def write_start(
     """Write recipe.resolved.yaml, data_report.json and environment.json."""
     folder = run.folder
     values = {**library_defaults(run.recipe, adapted, arguments), **chosen}
-    folder.write_text(folder.recipe.name, run_folder.resolved_yaml(run.recipe, values))
+    folder.write_text(folder.recipe.name, settings_text.resolved_yaml(run.recipe, values))
     load_recipe(folder.recipe)  # later commands read this file, so check now that it loads
     folder.write("data_report.json", {name: asdict(split) for name, split in reports.items()})
-    environment = describe_environment(run.setup.hardware, run.setup.launch)
+    environment = environment_of_run.describe(run.setup.hardware, run.setup.launch)
     environment["base_model"] = base_identity.describe(run.recipe.model)
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})

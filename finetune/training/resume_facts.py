@@ -13,7 +13,7 @@ from finetune.distributed import collectives, launch_environment
 from finetune.evaluation import results
 from finetune.models import base_identity
 from finetune.recipe.schema import Recipe
-from finetune.training import resolved_recipe
+from finetune.training import environment_of_run
 from finetune.training.run_context import RunData
 
 SPLIT = ("per_device", "accumulation")  # parts of the batch that the machine may decide
@@ -31,7 +31,7 @@ def recipe_facts(recipe: Recipe, *, finished: bool = False) -> dict[str, str]:
 
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     """Return further facts: versions, precision, sharding, quantization and the date of the template."""
-    environment = resolved_recipe.describe_environment(setup.hardware, setup.launch)
+    environment = environment_of_run.describe(setup.hardware, setup.launch)
     rank_facts = {name: str(environment[name]) for name in ("python", "git")} | {"base": setup.storage.value}
     rank_facts |= {name: str(number) for name, number in environment["packages"].items()}
     keys = ("precision", "sharded", "splitter", "sharing", "fp8")

@@ -14,8 +14,7 @@ from finetune.core.console import Console
 from finetune.distributed import collectives, sharded_tensors, transformer_engine_layers
 from finetune.evaluation import scoring
 from finetune.models import generation_config
-from finetune.run_folder import saved_weights
-from finetune.run_folder.run_folder import RunFolder
+from finetune.run_folder.run_folder import WEIGHTS, RunFolder
 
 
 def save(
@@ -38,10 +37,10 @@ def save(
             stops = scoring.stop_ids(adapted, tokenizer)
             for note in generation_config.settle_generation(adapted.generation_config, stops):
                 screen.say(f"note: {note}")
-        saved_weights.forget(folder)
+        safe_files.remove(folder.path, WEIGHTS)  # it is of the weights before
         with safe_files.replace_folder(folder.path, target.name) as private:
             initialization.save(adapted, private, initial, tensors)
             tokenizer.save_pretrained(str(private))
-        saved_weights.record(folder, target)
+        folder.record_weights(target)
     processes.wait_for_everyone()
     collectives.appears(target / "tokenizer_config.json")  # the last file that is saved

@@ -23,7 +23,7 @@ from finetune.models import tokenizer_setup
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
-from finetune.run_folder import run_folder
+from finetune.run_folder import settings_text
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import activation_offload, apply_to_model
 from finetune.training import pipeline, run_context, saved_evaluation, saving
@@ -411,6 +411,6 @@ def test_resolved_recipe_has_the_defaults_of_the_libraries_as_comments(train) ->
     for default in ("max_grad_norm: 1.0", "lora_dropout: 0.0"):
         assert f"  # {default}  (default of the library)" in lines
     assert "  weight_decay: 0.1  # override" in lines
-    kept = {f"{setting.section}.{setting.key}" for setting in run_folder.settings("\n".join(lines))}
+    kept = {f"{setting.section}.{setting.key}" for setting in settings_text.settings("\n".join(lines))}
     assert "train.weight_decay" in kept and "train.max_grad_norm" not in kept
     assert loader.load(run.recipe).train.passed_on()["weight_decay"] == 0.1

@@ -30,7 +30,7 @@ from finetune.data.packing import best_fit
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe import loader
 from finetune.recipe.schema import Data, Model, Source
-from finetune.run_folder import run_folder
+from finetune.run_folder import settings_text
 from finetune.training import launch_checks
 from support.paths import MODEL
 
@@ -311,10 +311,10 @@ def test_a_recipe_that_is_written_and_read_again_is_the_same(values: dict[str, A
         for dotted, given_value in values.items():
             section, _, key = dotted.partition(".")
             assert getattr(getattr(loaded, section), key) == given_value
-        path.write_text(run_folder.resolved_yaml(loaded, {}), encoding="utf-8")
+        path.write_text(settings_text.resolved_yaml(loaded, {}), encoding="utf-8")
         again = loader.load(path)
         assert again.model_dump() == loaded.model_dump()
-        second = run_folder.resolved_yaml(again, {}).splitlines()
+        second = settings_text.resolved_yaml(again, {}).splitlines()
         first = path.read_text(encoding="utf-8").splitlines()
     assert [line.partition("  # ")[0] for line in second] == [line.partition("  # ")[0] for line in first]
 

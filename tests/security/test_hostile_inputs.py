@@ -221,6 +221,28 @@ def tar_headers(path: Path) -> None:
     path.write_bytes(header.tobuf() * 100_000)
 
 
+def tar_digits(path: Path) -> None:
+    """A pax header in which older releases of Python search for minutes."""
+    header = tarfile.TarInfo("a")
+    header.type, header.size = tarfile.XHDTYPE, 300_032
+    path.write_bytes(gzip.compress(header.tobuf() + b"1" * 300_032))
+
+
+def tar_map(path: Path) -> None:
+    """A sparse member whose map has one number in place of two."""
+    header = tarfile.TarInfo("a.txt")
+    pax = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a.txt"}
+    header.pax_headers, header.size = {**pax, "GNU.sparse.realsize": "9"}, 512
+    path.write_bytes(header.tobuf(tarfile.PAX_FORMAT) + b"99\n".ljust(512, b"\0") + bytes(1024))
+
+
+def tar_name(path: Path) -> None:
+    """A name in Latin-1."""
+    header = tarfile.TarInfo(b"caf\xe9.txt".decode("latin-1"))
+    header.size = 1
+    path.write_bytes(header.tobuf(tarfile.USTAR_FORMAT, "latin-1") + b"a".ljust(512, b"\0") + bytes(1024))
+
+
 def tar_sparse(path: Path) -> None:
     """A member with a hole of 8 GiB."""
     header = tarfile.TarInfo("a.txt")
@@ -405,6 +427,9 @@ BOMBS = [
     ("a.tar", tar_folders),
     ("a.tar", tar_headers),
     ("a.tar", tar_sparse),
+    ("a.tar", tar_digits),
+    ("a.tar", tar_map),
+    ("a.tar", tar_name),
     ("a.parquet", parquet_dictionary),
     ("a.parquet", parquet_nested),
     ("a.parquet", parquet_zeros),
@@ -516,6 +541,24 @@ def test_tensor_that_two_weight_files_hold_is_refused(tmp_path, commands) -> Non
         ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
         assert not ended.wrong and ended.code == (2 if twice else 0), ended
         assert ("two weight files hold the same tensor" in ended.said) == twice
+
+
+def test_weight_files_with_many_tensors_together_are_refused(tmp_path, commands) -> None:
+    """Each header is below the limit of one file."""
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    index = dict.fromkeys(load_file(folder / "model.safetensors"), "own.safetensors")
+    for shard in range(8):
+        entries = {
+            f"{shard}.{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+            for number in range(200_000)
+        }
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        (folder / f"{shard}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        index[f"{shard}.0"] = f"{shard}.safetensors"
+    (folder / "model.safetensors").rename(folder / "own.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert ended.code == 2 and "too many tensors together" in ended.said and ended.bytes < 2 * 2**30, ended
 
 
 def test_weights_under_other_names_are_refused(tmp_path, commands) -> None:

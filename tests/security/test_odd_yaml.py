@@ -16,7 +16,7 @@ from finetune.data import dataset_cards
 from finetune.export import published_text
 from finetune.launch import accelerate_config
 from finetune.recipe import new_recipe, renames
-from finetune.run_folder import run_folder
+from finetune.run_folder import settings_text
 from support.paths import QUICKSTART
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def test_yaml_that_has_no_value_is_no_bug(odd: str, tmp_path: Path, capsys) -> N
         dataset_cards.configs_of(card.parent, "data.name")
     old = next(iter(renames.KEYS))
     section, _, key = old.partition(".")
-    assert run_folder.settings(f"{section}:\n  {key}: {odd}  # recipe\n", 1)
+    assert settings_text.settings(f"{section}:\n  {key}: {odd}  # recipe\n", 1)
     resolved = f"{QUICKSTART.read_text()}\n# {odd}\n"
     assert published_text.recipe_without_paths(resolved, {"/home/me": "~"}, BASE)
     (recipe := tmp_path / "recipe.yaml").write_text(f"model: {odd}\n")

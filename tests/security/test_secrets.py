@@ -32,7 +32,7 @@ from finetune.export import published_text
 from finetune.hardware.detection import Hardware
 from finetune.recipe.loader import load
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training import resolved_recipe
+from finetune.training import environment_of_run
 from support.hub_server import TOKEN, Hub, serve
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import run_checks
@@ -461,7 +461,7 @@ def test_run_folder_page_and_upload_hold_no_other_variable(hub: Hub, trained, mo
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     machine, launch = Hardware("cpu", "CPU", 1, None, 8.0, 2), Launch("none", 1, 0, "no", "hardware", "")
-    written = resolved_recipe.describe_environment(machine, launch)
+    written = environment_of_run.describe(machine, launch)
     assert "canary" not in json.dumps(written).lower()
     assert "canary" not in json.dumps(launch_environment.ways()).lower(), "checkpoints keep these"
     older = folder.read("environment.json")

@@ -479,3 +479,43 @@ def test_commit_of_a_tasks_dataset_is_part_of_its_hash(tmp_path, monkeypatch) ->
         monkeypatch.setenv(client.COMMITS, json.dumps({"datasets/me/q@main": commit}))
         found.add(lm_eval_tasks.digest(path))
     assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ " + "-" * 5000 + "1 }}", "{{ " + "9" * 5000 + " }}"],
+    ids=["brackets", "signs", "digits"],
+)
+@pytest.mark.parametrize("key", ["doc_to_text", "doc_to_target", "doc_to_choice"])
+def test_template_that_jinja_cannot_parse_is_an_error(key: str, template: str) -> None:
+    with pytest.raises(UserError, match="the template"):
+        lm_eval_tasks.sandboxed(template, key, False, "task.yaml")({"question": "?"})
+
+
+@pytest.mark.parametrize("key", ["doc_to_choice", "doc_to_target"])
+def test_list_of_many_values_is_not_read(key: str) -> None:
+    """Python takes 7 GB for a list of 16 MB."""
+    number = {"doc_to_choice": 1, "doc_to_target": 2}[key]
+    template = f"[{{{{ '{number},' * 4000000 }}}}]"  # all renderings of one template have a limit together
+    rendered = lm_eval_tasks.sandboxed(template, key, False, "task.yaml")
+    began = time.monotonic()
+    if key == "doc_to_target":  # a text may hold commas
+        assert isinstance(rendered({"question": "?"}), str)
+    else:
+        with pytest.raises(UserError, match="no list of choices"):
+            rendered({"question": "?"})
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("key", ["prompt", "choices"])
+def test_examples_that_become_long_together_are_refused(key: str, tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"q": "question {n}", "a": "x"}}\n' for n in range(400)))
+    long = {"prompt": "{{ q }}", "choices": "{{ ['x', 'y'] }}"}
+    long[key] = {"prompt": "{{ 'word ' * 100000 }}", "choices": "{{ ['x'] + ['ab'] * 100000 }}"}[key]
+    lines = [f"{name}: {json.dumps(value)}" for name, value in long.items()]
+    own = ["task: mine", "data: rows.jsonl", "kind: multiple_choice", "answer: '{{ a }}'", *lines]
+    (tmp_path / "task.yaml").write_text("\n".join(own) + "\n")
+    began = time.monotonic()
+    with pytest.raises(UserError, match="all renderings together wrote more than"):
+        tasks.check(Eval(tasks=[str(tmp_path / "task.yaml")]))
+    assert time.monotonic() - began < 20

@@ -133,6 +133,13 @@ def test_filters_of_many_renderings_may_not_take_long_together() -> None:
     assert time.monotonic() - began < 30
 
 
+def test_long_texts_of_many_renderings_are_refused_together() -> None:
+    found = answer("{{ messages[0].content }}{{ 'word ' * 2400000 }}", ASKED * 8)
+    assert not found[0].error
+    assert all("wrote more than 50,000 characters each" in one.error for one in found[2:])
+    assert not any(one.error for one in answer("{{ messages[0].content }}{{ 'word ' * 9000 }}", ASKED * 500))
+
+
 def turns(count: int) -> list[dict[str, Any]]:
     pair = ({"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."})
     return [

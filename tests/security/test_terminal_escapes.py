@@ -23,7 +23,7 @@ from finetune.core.visible_text import continued, visible, visible_lines
 from finetune.data import hints
 from finetune.experiments.comparison import comparison_report
 from finetune.recipe.loader import load
-from finetune.run_folder import run_folder
+from finetune.run_folder import settings_text
 from finetune.training import trackers
 from support.paths import DATA, MODEL, ROOT
 
@@ -179,7 +179,7 @@ def test_resolved_recipe_is_what_it_was_and_shows_it(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(json.dumps(recipe | {"train": {"run_name": text}}))
     first = load(tmp_path / "r.yaml")
     first.origin.notices.append("a value\npublish:\n  repo: evil/exfil")
-    resolved = run_folder.resolved_yaml(first, {"train.seed": (1, "by\npublish: {repo: evil/exfil}")})
+    resolved = settings_text.resolved_yaml(first, {"train.seed": (1, "by\npublish: {repo: evil/exfil}")})
     assert not acting(resolved) and "\npublish:\n  repo: null" in resolved
     (tmp_path / "again.yaml").write_text(resolved)
     again = load(tmp_path / "again.yaml")

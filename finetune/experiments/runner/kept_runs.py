@@ -22,7 +22,7 @@ from finetune.hub import client
 from finetune.models import base_identity
 from finetune.recipe import command_line_overrides
 from finetune.recipe.schema import Data, Recipe
-from finetune.run_folder import lock, run_folder
+from finetune.run_folder import lock, run_folder, settings_text
 from finetune.run_folder.run_folder import RunFolder
 
 TAIL = 8_192  # bytes at the end of metrics.jsonl, which hold several lines
@@ -255,7 +255,9 @@ def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -
         head: comment lines at the top.
     """
     paths = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
-    return head + run_folder.resolved_yaml(recipe, {**paths, **chosen, "train.output_dir": (None, "default")})
+    return head + settings_text.resolved_yaml(
+        recipe, {**paths, **chosen, "train.output_dir": (None, "default")}
+    )
 
 
 def part(

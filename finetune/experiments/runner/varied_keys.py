@@ -11,7 +11,7 @@ from finetune.core.errors import Problem, nearest
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.comparability import last_parts
-from finetune.run_folder.run_folder import flow
+from finetune.run_folder.settings_text import flow
 
 SAME_ROWS = "finetune compares the runs by the same metric on the same validation set"
 FIXED = {  # keys and sections that all compared runs share, in ablations and sweeps

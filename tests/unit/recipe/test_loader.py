@@ -6,7 +6,7 @@ from finetune.core.errors import UserError
 from finetune.data import source_loading
 from finetune.preflight import checker
 from finetune.recipe import loader, recipe_errors
-from finetune.run_folder import run_folder
+from finetune.run_folder import settings_text
 from support.adapters import ADAPTERS
 from support.paths import QUICKSTART
 
@@ -320,7 +320,7 @@ def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
     overrides = ["adapter.type=dora", "adapter.rank_pattern={q_proj: 8}", "train.seed=7"]
     loaded = loader.load(QUICKSTART, overrides)
     path = tmp_path / "again.yaml"
-    path.write_text(run_folder.resolved_yaml(loaded, {"train.steps": (200, "asked for")}))
+    path.write_text(settings_text.resolved_yaml(loaded, {"train.steps": (200, "asked for")}))
     again = loader.load(path)
     assert again.model_dump() == loaded.model_dump()
     text = path.read_text()
@@ -339,7 +339,7 @@ def test_the_resolved_recipe_is_a_recipe_with_the_same_values(tmp_path) -> None:
 def test_what_is_inside_a_section_survives_the_run_folder(given: str, tmp_path) -> None:
     """A null that is not the default, too: it was left out, and read back as the default."""
     loaded, path = loader.load(QUICKSTART, [given]), tmp_path / "again.yaml"
-    path.write_text(run_folder.resolved_yaml(loaded, {}))
+    path.write_text(settings_text.resolved_yaml(loaded, {}))
     assert loader.load(path).model_dump() == loaded.model_dump()
 
 
@@ -381,7 +381,7 @@ def test_a_word_that_only_looks_like_a_secret_is_fine(recipe_file, tmp_path) -> 
 def test_what_is_written_reads_back(value: object) -> None:
     from finetune.core import strict_yaml
 
-    document = strict_yaml.parse(f"key: {run_folder.flow(value)}", "-")
+    document = strict_yaml.parse(f"key: {settings_text.flow(value)}", "-")
     assert document.value["key"] == value and not document.problems
 
 
