@@ -196,7 +196,9 @@ def matrix() -> str:
     return text
 
 
-FIELDS_OF = ("environment.json", "data_report.json", "checks.json", "eval.json", "merge.json", "export.json")
+FIELDS_OF = (
+    "environment.json", "data_report.json", "checks.json", "eval.json", "weights.json", "merge.json", "export.json",
+)  # fmt: skip
 WRITERS = {"Report": "Split"}  # class of data/audit.py -> its model in file_shapes.py
 
 

@@ -182,7 +182,7 @@ def _parts(text: str, secret: str) -> list[Secret]:
 
 
 def _beginnings(text: str, secret: str) -> Iterator[tuple[int, int]]:
-    """Yield the position of each beginning of a secret: its first characters, and those that follow."""
+    """Yield the position of each beginning of a secret that has SHORTEST_PART or more characters."""
     for match in re.finditer(re.escape(secret[:SHORTEST_PART]), text):
         start = match.start()
         same = os.path.commonprefix([text[start : start + len(secret)], secret])  # noqa: RUF071 (of texts)

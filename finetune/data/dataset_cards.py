@@ -18,7 +18,7 @@ CARDS = ("README.md", ".huggingface.yaml")  # the files that `datasets` reads
 MARK = "---"  # the line before and after the YAML of README.md
 NAMES_FILES = re.compile(r"^(configs|[ -]*(data_files|data_dir)) *:", re.MULTILINE)
 KEYS = ("config_name", "data_files", "data_dir", "default")
-SIMILAR = 0.85  # difflib's ratio of a key that is probably one of KEYS
+SIMILAR = 0.85  # difflib's ratio of a key and the key that was probably meant
 
 
 def configs_of(folder: Path, key: str) -> dict[str, dict[str, Any]]:
@@ -77,7 +77,7 @@ def _read(path: Path, key: str) -> list[dict[str, Any]]:
 def _block(text: str) -> tuple[str, bool]:
     """Return the YAML at the start of a README.md, and whether the lines around it are there."""
     first, *lines = text.lstrip().replace("\r\n", "\n").split("\n")
-    if first[: len(MARK)].count("-") < len(MARK) - 1:  # one of the characters may be damaged
+    if first[: len(MARK)].count("-") < len(MARK) - 1:  # a flipped bit may have changed a character
         return "", False
     end = next((number for number, line in enumerate(lines) if line.rstrip() == MARK), None)
     return "\n".join(lines[:end]), first.rstrip() == MARK and end is not None

@@ -180,7 +180,7 @@ class Child:
         return answers
 
     def _one_by_one(self, head: str, portion: list[str]) -> list[Any]:
-        """Return the answers to chats of which one ended the process, up to one that takes too long."""
+        """Return the answers to chats that ended the process together, up to a chat that takes too long."""
         if len(portion) == 1:
             return [self.died]
         answers = list[Any]()
@@ -439,7 +439,7 @@ def _chat_template(source: str, upstream: ModuleType) -> tuple[Any, Any]:
 
 @dataclass
 class _Spare:
-    """What the renderings of a template have left, together."""
+    """The limits that the renderings of a template have left, together."""
 
     iterations: int = ITERATIONS
     seconds: float = ITERATIONS * PER_ITERATION

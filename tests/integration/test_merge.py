@@ -32,7 +32,10 @@ IDS = torch.arange(3, 3999, 37).reshape(4, 27)
 
 @pytest.fixture
 def run(train, tmp_path, monkeypatch):
-    """`run(type, *overrides)`: a copy of a run of two steps that is trained once for all tests."""
+    """`run(type, *overrides)`: a copy of a run of two steps that is trained once for all tests.
+
+    It has no weights.json, as a run that a stranger sends, so that a test may change its weights.
+    """
 
     monkeypatch.setattr(
         "finetune.export.verify_merge.PROBE_ROWS", 6
@@ -48,7 +51,9 @@ def run(train, tmp_path, monkeypatch):
             given = {override.partition("=")[0] for override in overrides}
             more = [override for override in more if override.partition("=")[0] not in given]
             RUNS[key] = train(f"adapter.type={kind}", *more, *overrides, name=f"trained-{len(RUNS)}").path
-        return RunFolder(Path(shutil.copytree(RUNS[key], tmp_path / f"run-{len(list(tmp_path.iterdir()))}")))
+        copied = Path(shutil.copytree(RUNS[key], tmp_path / f"run-{len(list(tmp_path.iterdir()))}"))
+        (copied / "weights.json").unlink()
+        return RunFolder(copied)
 
     return of
 

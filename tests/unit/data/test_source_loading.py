@@ -513,3 +513,49 @@ def test_a_split_of_large_conversations_comes_close_or_is_reported(
     assert "same_conversation" not in report["train"].counts
     noted = [remark for remark in report["train"].remarks() if "data.validation_fraction: " in remark]
     assert bool(noted) == is_noted and all(f"has {held_out} examples" in remark for remark in noted)
+
+
+# ---- limits of many files and columns
+
+
+def test_sources_with_many_files_together_are_refused(tmp_path: Path) -> None:
+    """Each is recorded, and each check looks at all of them."""
+    for number in range(3000):
+        (tmp_path / f"{number}.jsonl").touch()
+    several = [Source(name=f"{tmp_path}{'/.' * count}") for count in range(40)]
+    source_loading.check_number(Data(name=several[:6]))
+    began = time.monotonic()
+    with pytest.raises(UserError, match="too many files together"):
+        source_loading.check_number(Data(name=several))
+    assert time.monotonic() - began < 5
+
+
+def test_files_with_long_paths_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path.joinpath(*["x" * 240] * 7)
+    folder.mkdir(parents=True)
+    for number in range(5200):
+        (folder / f"{number}.jsonl").touch()
+    with pytest.raises(UserError, match="too many files together"):
+        source_loading.check_number(Data(name=str(folder)))
+
+
+def test_folders_are_searched_once_within_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, "a.jsonl", LINES)
+    asked, files = list[str](), source_loading.files
+    monkeypatch.setattr(source_loading, "files", lambda name, *more: asked.append(name) or files(name, *more))
+    source = Source(name=str(tmp_path))
+    with source_loading.listed_once(), source_loading.listed_once():
+        assert source_loading.files_of(source, "data.name") == source_loading.files_of(source, "data.name")
+        assert len(asked) == 1
+        written(tmp_path, "b.jsonl", LINES)
+    assert len(source_loading.files_of(source, "data.name") or ()) == 2 and len(asked) == 2
+
+
+def test_many_unused_columns_are_counted_together() -> None:
+    rows = [Row({"text": "a", f"{number:03}" + "x" * 1000: 1, "same": 2}, "a:1") for number in range(300)]
+    left = dict[str, dict[str, int]]()
+    list(source_loading.examples(rows, Data(name="-"), "a", {}, left))
+    assert len(left["a"]) == source_loading.MOST_COLUMNS + 1
+    assert sum(left["a"].values()) == 600 and left["a"]["same"] == 300
+    assert max(map(len, left["a"])) <= source_loading.LONGEST_COLUMN + 3
+    assert left["a"][source_loading.OTHER_COLUMNS] == 300 - source_loading.MOST_COLUMNS + 1
