@@ -21,7 +21,7 @@ import yaml
 
 from finetune.core.errors import UserError
 from finetune.recipe import adapter_types, build, loader, schema
-from finetune.run_folder import run_folder
+from finetune.run_folder import settings_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -88,7 +88,7 @@ def outcome(seed: int, path: Path) -> Outcome:
 def again(loaded: schema.Recipe, path: Path) -> bool:
     """Whether a recipe that is written as a run folder has it is the same one."""
     written = path.with_name(f"{path.stem}.resolved.yaml")
-    written.write_text(run_folder.resolved_yaml(loaded, {}), encoding="utf-8")
+    written.write_text(settings_text.resolved_yaml(loaded, {}), encoding="utf-8")
     return loader.load(written).model_dump() == loaded.model_dump()
 
 

@@ -24,18 +24,22 @@ ERRORS = (
 )  # fmt: skip
 
 
-def read(text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = False) -> Any:
+def read(
+    text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = False, in_python: bool = False
+) -> Any:
     """Return the content of one YAML document, in plain values.
 
     Args:
         unique: whether to refuse a key that stands twice in a mapping. Without it, the last value counts.
+        in_python: read with PyYAML's own parser, as a library that reads the same text later. It is slower
+            than libyaml, and reads some characters otherwise.
 
     Raises:
         UserError: the text is not valid YAML, has tags, is nested too deeply, or expands to too much.
     """
     import yaml
 
-    made = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    made = yaml.SafeLoader if in_python else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check(yaml.parse(text, Loader=made), source, deepest)
         loader = made(text)

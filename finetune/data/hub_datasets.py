@@ -8,6 +8,7 @@ resolves a file, and checks the reader before it opens a file.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import replace
 from functools import cache, partial
@@ -113,12 +114,38 @@ def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any
     split, revision = options.pop("split", None), options.pop("revision", None)
     try:
         builder = _builder_of_task(path, subset, revision, options)
+        plain_downloads.prepare(builder)
+        check_types(builder.info.features, path, "eval.tasks")
     except UserError as error:
-        raise UserError(
-            *(replace(one, key="eval.tasks") for one in error.problems), code=error.code
-        ) from None
-    plain_downloads.prepare(builder)
+        problems = (replace(one, key="eval.tasks") for one in error.problems)
+        raise UserError(*problems, code=error.code) from None
     return builder.as_dataset(split=split)
+
+
+def check_types(features: dict[str, Any] | None, name: str, key: str) -> None:
+    """Refuse columns of images, audio and video, whose decoders download from addresses (exit 2)."""
+    for column, feature in (features or {}).items():
+        if not _is_plain(feature):
+            raise UserError(
+                Problem(
+                    f"finetune can't evaluate on the column {column} of {name}",
+                    key,
+                    found=type(feature).__name__,
+                    expected="text, numbers or booleans",
+                    fix="use a dataset without images, audio or video",
+                    code="eval-task",
+                )
+            )
+
+
+def _is_plain(feature: object) -> bool:
+    from datasets import ClassLabel, Value
+    from datasets.features import Json
+
+    if isinstance(feature, dict | list):
+        return all(map(_is_plain, feature.values() if isinstance(feature, dict) else feature))
+    inner = getattr(feature, "feature", None)  # the type inside a list
+    return isinstance(feature, Value | ClassLabel | Json) if inner is None else _is_plain(inner)
 
 
 def _builder_of_task(
@@ -131,6 +158,7 @@ def _builder_of_task(
         _check_reader(builder, path)
         return builder
     check_name(path)
+    revision = client.dataset_commit(path, revision or "main")  # for the card and the files
     builder = _maker(path, subset, revision, options)()
     check_builder(builder, path)
     hub_sizes.check(builder, path, read_limits.DEFAULT)
@@ -207,6 +235,7 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
     A card can set options of the reader, such as rows to skip. Most of them are an error, too.
     """
     reader = _check_reader(builder, name)
+    _check_cache(builder, name)
     files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
     outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
     if outside and not reader.endswith(".cache"):
@@ -223,6 +252,15 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
                 code="unsafe-file",
             )
         )
+
+
+def _check_cache(builder: DatasetBuilder, name: str) -> None:
+    """Check that the version in a card, which is a part of the path, leads out of no cache (exit 2)."""
+    from datasets import config
+
+    root, cache = (os.path.realpath(path) for path in (config.HF_DATASETS_CACHE, builder.cache_dir))
+    if ".." in Path(builder.cache_dir).parts or not Path(cache).is_relative_to(root):
+        raise UserError(_outside(name, f"version: {builder.config.version}"[:200]))
 
 
 def _check_reader(builder: DatasetBuilder, name: str) -> str:
@@ -273,7 +311,7 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
             if file == "README.md":
                 block = REGEX_YAML_BLOCK.search(text.removeprefix("\ufeff"))
                 text = block[2] if block else ""
-            content = foreign_yaml.read(text, file, strict_json.DEEPEST)
+            content = foreign_yaml.read(text, file, strict_json.DEEPEST, in_python=True)
             found.append(content.get("configs") if isinstance(content, dict) else None)
         except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
             continue  # loading the dataset reports the reason
@@ -319,4 +357,4 @@ def _texts(value: object) -> Iterator[str]:
             yield part
         elif isinstance(part, dict | list) and id(part) not in seen:
             seen.add(id(part))
-            waiting += part.values() if isinstance(part, dict) else part
+            waiting += [*part, *part.values()] if isinstance(part, dict) else part

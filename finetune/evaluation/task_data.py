@@ -359,32 +359,8 @@ def _csv(path: Path) -> list[dict[str, Any]]:
 
 
 def _of_the_hub(name: str, config: str | None, revision: str | None, **options: Any) -> dict[str, Any]:
-    """Load all splits of a Hub dataset.
-
-    Images are not allowed, because their decoder downloads from addresses.
-    """
+    """Load all splits of a Hub dataset."""
     splits = hub_datasets.load(Source(name=name, subset=config, revision=revision), key=KEY, **options)
-    for split, dataset in splits.items():
-        for column, feature in dataset.features.items():
-            if not _is_plain(feature):
-                raise UserError(
-                    Problem(
-                        f"finetune can't evaluate on the column {column} of {name}",
-                        KEY,
-                        found=f"{type(feature).__name__} in the split {split}",
-                        expected="text, numbers or booleans",
-                        fix="use a dataset without images, audio or video",
-                        code="eval-task",
-                    )
-                )
+    for dataset in splits.values():
+        hub_datasets.check_types(dataset.features, name, KEY)
     return dict(splits)
-
-
-def _is_plain(feature: object) -> bool:
-    from datasets import ClassLabel, Value
-    from datasets.features import Json
-
-    if isinstance(feature, dict | list):
-        return all(map(_is_plain, feature.values() if isinstance(feature, dict) else feature))
-    inner = getattr(feature, "feature", None)  # the type inside a list
-    return isinstance(feature, Value | ClassLabel | Json) if inner is None else _is_plain(inner)

@@ -411,6 +411,6 @@ def test_resolved_recipe_has_the_defaults_of_the_libraries_as_comments(train) ->
     for default in ("max_grad_norm: 1.0", "lora_dropout: 0.0"):
         assert f"  # {default}  (default of the library)" in lines
     assert "  weight_decay: 0.1  # override" in lines
-    kept = {f"{setting.section}.{setting.key}" for setting in settings_text.settings("\n".join(lines))}
+    kept = {f"{setting.section}.{setting.key}" for setting in settings_text.settings("\n".join(lines), 2)}
     assert "train.weight_decay" in kept and "train.max_grad_norm" not in kept
     assert loader.load(run.recipe).train.passed_on()["weight_decay"] == 0.1

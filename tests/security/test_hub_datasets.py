@@ -14,12 +14,14 @@ from typing import Any
 import datasets
 import pyarrow
 import pytest
+import yaml
 from pyarrow import ipc, parquet
 
 from finetune.core.errors import Exit, UserError
 from finetune.data import hub_datasets, source_loading
 from finetune.data.examples import Row
 from finetune.evaluation import task_data, task_guard
+from finetune.hub import client
 from finetune.recipe.schema import Source
 from support import mutated_imports
 from support.hub_server import Hub
@@ -134,6 +136,46 @@ def test_archive_that_only_its_content_shows_is_not_unpacked(
     assert not [path for path in cache.rglob("*") if path.is_symlink()]
 
 
+VERSION = {"version_str": "1.0.0", "/../../../../../../../../OWNED/": 1}
+
+
+@pytest.mark.parametrize("version", [VERSION, "../../../../OWNED", "a/../../../../../OWNED"])
+@pytest.mark.parametrize("of_task", [False, True])
+def test_version_of_a_card_chooses_no_folder(
+    version: Any, of_task: bool, datasets_hub: Hub, tmp_path: Path
+) -> None:
+    """`datasets` makes the version a part of the path of its cache."""
+    datasets_hub.add(
+        "me/version", **{"a.jsonl": ROW, "README.md": card(data_files="a.jsonl", version=version)}
+    )
+    with pytest.raises((UserError, ValueError)), task_guard.guarded():
+        datasets.load_dataset("me/version") if of_task else read("me/version")
+    assert not list(tmp_path.rglob("OWNED"))
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+def test_dataset_of_a_task_has_no_column_that_is_fetched(kind: str, datasets_hub: Hub) -> None:
+    """The decoder of such a column asks any address."""
+    features = [{"name": "text", "dtype": "string"}, {"name": "seen", "dtype": kind}]
+    info = yaml.safe_dump({"dataset_info": {"features": features}})
+    row = {"text": "a", "seen": {"bytes": None, "path": "http://127.0.0.1:9/x.png"}}
+    files = {"train.jsonl": f"{json.dumps(row)}\n".encode(), "README.md": f"---\n{info}---\n".encode()}
+    datasets_hub.add("me/seen", **files)
+    with pytest.raises(UserError, match="can't evaluate on the column seen"), task_guard.guarded():
+        datasets.load_dataset("me/seen")
+
+
+def test_dataset_of_a_task_is_read_at_one_commit(datasets_hub: Hub) -> None:
+    """Its owner may push between the check of the card and the download."""
+    datasets_hub.add("me/rows", **{"train.jsonl": ROW})
+    commit = client.dataset_commit("me/rows", "main")
+    assert client.COMMIT.fullmatch(commit)
+    with task_guard.guarded():
+        datasets.load_dataset("me/rows")
+    files = [path for path in datasets_hub.requests if "/resolve/" in str(path)]
+    assert files and all(commit in str(path) for path in files), files
+
+
 @pytest.mark.parametrize("form", ["gzip", "bzip2", "xz"])
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.csv"])
 def test_compressed_file_of_any_name_is_read(form: str, name: str, datasets_hub: Hub) -> None:
@@ -177,6 +219,13 @@ ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
     "a folder elsewhere": ({"README.md": card(data_dir="http://127.0.0.1:9/")}, OUTSIDE),
     "another card": (
         {".huggingface.yaml": card(data_files="http://127.0.0.1:9/x.jsonl").strip(b"-\n")},
+        OUTSIDE,
+    ),
+    "a card that libyaml reads otherwise": (
+        {
+            "README.md": "---\nconfigs:\n- config_name: default\n  data_files: http://127.0.0.1:9/x.jsonl\n"
+            "\ufeff data_files: a.jsonl\n---\n".encode()
+        },
         OUTSIDE,
     ),
     "a card that is no YAML": ({"README.md": b"---\nconfigs: [\n---\n"}, CARD),

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune.training import resolved_recipe
+from finetune.training import environment_of_run
 
 
 def test_a_machine_without_git_records_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small container images have no git, and a checkout may be mounted into them."""
     (tmp_path / ".git").mkdir()
-    monkeypatch.setattr(resolved_recipe, "__file__", str(tmp_path / "finetune/training/resolved_recipe.py"))
+    monkeypatch.setattr(
+        environment_of_run, "__file__", str(tmp_path / "finetune/training/environment_of_run.py")
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert resolved_recipe._git() is None
+    assert environment_of_run._git() is None
