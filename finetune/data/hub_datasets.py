@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml
-from finetune.data import hub_sizes, read_limits
+from finetune.data import read_limits
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def _loaded(source: Source, options: dict[str, Any]) -> Any:
     check_builder(builder, name)
     if type(builder).__module__.endswith(".csv"):
         builder = texts()
-    hub_sizes.check(builder, name, read_limits.of_source(source))
-    plain_downloads.prepare(builder)
+    plain_downloads.prepare(builder, read_limits.of_source(source))
     return builder.as_dataset(split=source.split)
 
 
@@ -114,7 +113,7 @@ def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any
     split, revision = options.pop("split", None), options.pop("revision", None)
     try:
         builder = _builder_of_task(path, subset, revision, options)
-        plain_downloads.prepare(builder)
+        plain_downloads.prepare(builder, read_limits.DEFAULT)
         check_types(builder.info.features, path, "eval.tasks")
     except UserError as error:
         problems = (replace(one, key="eval.tasks") for one in error.problems)
@@ -161,7 +160,6 @@ def _builder_of_task(
     revision = client.dataset_commit(path, revision or "main")  # for the card and the files
     builder = _maker(path, subset, revision, options)()
     check_builder(builder, path)
-    hub_sizes.check(builder, path, read_limits.DEFAULT)
     return builder
 
 

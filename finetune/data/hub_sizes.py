@@ -6,15 +6,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 from finetune.core.errors import Problem, UserError
 from finetune.data import read_limits
 from finetune.data.read_limits import ArchiveStream, Limits
-
-if TYPE_CHECKING:
-    from datasets import DatasetBuilder
 
 # First bytes of archives and compressed files that `datasets` would unpack: zip, zstd, lz4, 7z and rar
 ARCHIVES = (
@@ -30,27 +25,12 @@ ARCHIVES = (
 LARGEST = 64 * 2**20
 
 
-def check(builder: DatasetBuilder, name: str, limits: Limits) -> None:
-    """Read the compressed files and the small parquet and Arrow files of a dataset once, within limits.
-
-    This downloads the files to the place in the Hub's cache where `datasets` looks for them.
+def check(path: Path, limits: Limits) -> None:
+    """Read a compressed file or a small parquet or Arrow file once, within limits.
 
     Raises:
-        UserError: a file expands to more bytes than the limits allow, or is an archive (exit 2).
+        UserError: the file expands to more bytes than the limits allow, or is an archive (exit 2).
     """
-    from huggingface_hub import hf_hub_download
-
-    if Path(builder.cache_dir).exists():  # prepared before
-        return
-    prefix = f"hf://datasets/{name}@"
-    for files in (builder.config.data_files or {}).values():
-        for address in files:
-            revision, _, file = str(address).removeprefix(prefix).partition("/")
-            path = hf_hub_download(name, file, repo_type="dataset", revision=unquote(revision))
-            _check_file(Path(path), limits)
-
-
-def _check_file(path: Path, limits: Limits) -> None:
     with path.open("rb") as file:
         start = file.read(512)
         if start.startswith(ARCHIVES) or start[257:262] == b"ustar":

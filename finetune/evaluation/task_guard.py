@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # Tasks that run the model's text with `exec`, `eval` or a shell, in lm-eval 0.4.13 (cruxeval/utils.py,
 # longproc/metrics.py, noreval/ask_gec/errant.py). Some of them lack `unsafe_code: true`.
 RUN_CODE = re.compile("cruxeval_.*|longproc_countdown_.*|ask_gec_.*")
+# Tasks that fetch addresses which their dataset names: the library jsonschema follows `$ref` of a schema
+FETCH = re.compile("jsonschema_bench_.*")
 SCRIPTS = ("evaluate", "_refuse_script")  # names of the package and of its `load` within `guarded`
 # Errors that lm-eval raises for a task file that it cannot run. It validates few of the values itself
 REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
@@ -64,13 +66,16 @@ def check_code(name: str, task: Any) -> None:
     Raises:
         UserError: before the evaluation, and not after the training (exit 2).
     """
-    if getattr(task, "UNSAFE_CODE", False) or RUN_CODE.fullmatch(name):
+    runs_code = getattr(task, "UNSAFE_CODE", False) or RUN_CODE.fullmatch(name)
+    if runs_code or FETCH.fullmatch(name):
         raise UserError(
             Problem(
                 f"the task `{name}` is not allowed",
                 "eval.tasks",
                 fix="remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox",
-                why="it runs code that the model writes",
+                why="it runs code that the model writes"
+                if runs_code
+                else "it asks addresses that its dataset names",
                 code="eval-task",
             )
         )

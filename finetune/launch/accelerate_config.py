@@ -66,14 +66,17 @@ FP8_PACKAGES = {
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the file with the YAML reader that Accelerate uses.
+    """Read the file with the reader that Accelerate uses: JSON by its suffix, and else PyYAML's own parser.
 
     Raises:
         UserError: the file is missing or no mapping, or has a key twice or a list of values (exit 2).
     """
     try:
-        text = regular_files.read_text(path)
-        made = foreign_yaml.read(text, str(path))
+        is_json = path.suffix == ".json"
+        text = "" if is_json else regular_files.read_text(path)
+        made = (
+            regular_files.read_json(path) if is_json else foreign_yaml.read(text, str(path), in_python=True)
+        )
     except (OSError, ValueError) as error:
         raise UserError(
             Problem(

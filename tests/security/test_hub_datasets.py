@@ -359,3 +359,12 @@ def test_file_within_the_limits_is_read(kind: str, datasets_hub: Hub) -> None:
     content = gzip.compress(ROW * 500) if kind == "jsonl.gz" else file.getvalue()
     datasets_hub.add("me/rows", **{f"data/train.{kind}": content})
     assert len(read("me/rows")) == len(read("me/rows", max_uncompressed_bytes=10**9)) == 500
+
+
+def test_files_of_a_task_with_a_reader_have_the_limits_too(datasets_hub: Hub) -> None:
+    """Some tasks of lm-eval name files of the Hub with `hf://` in place of a dataset."""
+    row = json.dumps({"text": "a" * 300 * 2**20}).encode()
+    datasets_hub.add("me/long", **{"data/train.jsonl": gzip.compress(row, 1)})
+    files = "hf://datasets/me/long/data/train.jsonl"
+    with pytest.raises(UserError, match=r"expands|too large"), task_guard.guarded():
+        datasets.load_dataset("json", data_files=files)

@@ -139,6 +139,20 @@ def test_each_task_that_runs_code_is_known() -> None:
     assert left == {"longproc_pseudo_to_code_0.5k", "longproc_pseudo_to_code_2k"}  # `unsafe_code: true`
 
 
+def test_task_that_asks_addresses_of_its_dataset_is_refused() -> None:
+    users = {
+        path.parent for path in TASKS.rglob("*.py") if "import jsonschema" in path.read_text(encoding="utf-8")
+    }
+    users |= {
+        path.parent for path in TASKS.rglob("*.py") if "from jsonschema" in path.read_text(encoding="utf-8")
+    }
+    names = {name for folder in users for name in stated(folder)}
+    assert names and all(map(task_guard.FETCH.fullmatch, names)), names
+    task: Any = SimpleNamespace(config=SimpleNamespace())
+    with pytest.raises(UserError, match="is not allowed"):
+        task_guard.check_code(min(names), task)
+
+
 def runs_code(source: str) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in their docstrings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -464,3 +465,28 @@ def test_gpus_may_be_named_by_their_uuids_and_sizes_left_empty() -> None:
     given = {"distributed_type": "MULTI_GPU", "num_processes": 2, "gpu_ids": "GPU-1a-2b, MIG-3c"}
     assert not accelerate_config.check_values(given, "own.yaml")
     assert accelerate_config.sizes({"parallelism_config": {"parallelism_config_cp_size": None}}) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{num_processes: 2, fsdp_config: {\n\ufeff#: 1}, num_machines: 2, deepspeed_config: {\n }}\n",
+        "num_machines: 1\nfsdp_config:\n  a: 1\n\ufeff num_machines: 2\n",
+        "\ufeffnum_machines: 2\n",
+    ],
+)
+def test_file_is_read_as_accelerate_reads_it(text: str, tmp_path: Path) -> None:
+    """libyaml skips a byte order mark within a text, and PyYAML's own parser does not."""
+    (path := tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    with path.open(encoding="utf-8") as file:
+        try:
+            wanted = yaml.safe_load(file)
+        except yaml.YAMLError:
+            wanted = None
+    if wanted is None:
+        with pytest.raises(UserError):
+            accelerate_config.read(path)
+    else:
+        assert accelerate_config.read(path) == wanted
+    (path := tmp_path / "config.json").write_text('{"num_machines": 2e0}')
+    assert accelerate_config.read(path) == json.loads(path.read_text())
