@@ -38,6 +38,7 @@ PLAIN_OPTIONS = {
 }  # fmt: skip
 ONE_CHARACTER = {"sep", "delimiter", "quotechar", "escapechar"}  # pandas takes longer ones for patterns
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S")  # `datasets` takes `file:/` for an address
 LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
 CARDS = ("README.md", ".huggingface.yaml")
 
@@ -331,7 +332,13 @@ def _check_inside(named: object, name: str) -> None:
     """Raise a UserError for addresses, chained file systems and paths outside the repository (exit 2)."""
     for text in _texts(named):
         parts = re.split(r"[/\\]", text)
-        if "://" in text or "::" in text or ".." in parts or not (parts[0] or text == ""):
+        if (
+            "://" in text
+            or SCHEME.match(text)
+            or "::" in text
+            or ".." in parts
+            or not (parts[0] or text == "")
+        ):
             raise UserError(_outside(name, text[:200]))
 
 

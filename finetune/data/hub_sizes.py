@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from finetune.core.errors import Problem, UserError
@@ -21,6 +22,8 @@ ARCHIVES = (
     b"7z\xbc\xaf\x27\x1c",
     b"Rar!",
 )
+# Names by which pandas unpacks a file, whatever its first bytes are
+NAMED = re.compile(r"\.(zip|tar|tgz|tbz2?|txz|zst|7z|rar|lz4)(\.[a-z0-9]+)?$", re.IGNORECASE)
 # In bytes. Reading a larger file twice would take too long.
 LARGEST = 64 * 2**20
 
@@ -33,7 +36,7 @@ def check(path: Path, limits: Limits) -> None:
     """
     with path.open("rb") as file:
         start = file.read(512)
-        if start.startswith(ARCHIVES) or start[257:262] == b"ustar":
+        if start.startswith(ARCHIVES) or start[257:262] == b"ustar" or NAMED.search(path.name):
             raise UserError(
                 Problem(
                     "finetune does not read this kind of archive from the Hub",

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 RUN_CODE = re.compile("cruxeval_.*|longproc_countdown_.*|ask_gec_.*")
 # Tasks that fetch addresses which their dataset names: the library jsonschema follows `$ref` of a schema
 FETCH = re.compile("jsonschema_bench_.*")
+# The package tinyBenchmarks opens a pickle in the working directory, and downloads it if it is missing
+PICKLE = re.compile("tiny(Arc|GSM8k|Hellaswag|MMLU|TruthfulQA|TruthfulQA_mc1|Winogrande)")
+REFUSED = {
+    RUN_CODE: "it runs code that the model writes",
+    FETCH: "it asks addresses that its dataset names",
+    PICKLE: "its package opens a pickle of the working directory",
+}
 SCRIPTS = ("evaluate", "_refuse_script")  # names of the package and of its `load` within `guarded`
 # Errors that lm-eval raises for a task file that it cannot run. It validates few of the values itself
 REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
@@ -66,16 +73,16 @@ def check_code(name: str, task: Any) -> None:
     Raises:
         UserError: before the evaluation, and not after the training (exit 2).
     """
-    runs_code = getattr(task, "UNSAFE_CODE", False) or RUN_CODE.fullmatch(name)
-    if runs_code or FETCH.fullmatch(name):
+    reasons = [why for names, why in REFUSED.items() if names.fullmatch(name)]
+    if getattr(task, "UNSAFE_CODE", False):
+        reasons.insert(0, REFUSED[RUN_CODE])
+    if reasons:
         raise UserError(
             Problem(
                 f"the task `{name}` is not allowed",
                 "eval.tasks",
                 fix="remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox",
-                why="it runs code that the model writes"
-                if runs_code
-                else "it asks addresses that its dataset names",
+                why=reasons[0],
                 code="eval-task",
             )
         )

@@ -176,6 +176,14 @@ def test_dataset_of_a_task_is_read_at_one_commit(datasets_hub: Hub) -> None:
     assert files and all(commit in str(path) for path in files), files
 
 
+@pytest.mark.parametrize("name", ["train.csv.zip", "train.csv.tar", "train.csv.tar.gz", "train.jsonl.ZIP"])
+def test_file_with_the_name_of_an_archive_is_refused(name: str, datasets_hub: Hub) -> None:
+    """pandas unpacks a file by its name, also if other bytes stand before the archive."""
+    datasets_hub.add("me/named", **{f"data/{name}": b"text\n" + HIDDEN["zip"]})
+    with pytest.raises(UserError, match=r"this kind of archive|load the dataset"):
+        read("me/named")
+
+
 @pytest.mark.parametrize("form", ["gzip", "bzip2", "xz"])
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.csv"])
 def test_compressed_file_of_any_name_is_read(form: str, name: str, datasets_hub: Hub) -> None:
@@ -209,6 +217,8 @@ ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
         },
         OUTSIDE,
     ),
+    "a card with a scheme": ({"README.md": card(data_files="file:/usr/**")}, OUTSIDE),
+    "a card with another scheme": ({"README.md": card(data_dir="memory:x")}, OUTSIDE),
     "a card with a chain": ({"README.md": card(data_files="zip://a::http://127.0.0.1:9/x.zip")}, OUTSIDE),
     "a card with another repository": (
         {"README.md": card(data_files="hf://datasets/me/other/a.jsonl")},

@@ -153,6 +153,20 @@ def test_task_that_asks_addresses_of_its_dataset_is_refused() -> None:
         task_guard.check_code(min(names), task)
 
 
+def test_task_whose_package_opens_a_pickle_is_refused() -> None:
+    names = {
+        name
+        for path in TASKS.rglob("*.py")
+        if "import tinyBenchmarks" in path.read_text(encoding="utf-8")
+        for name in stated(path.parent)
+    }
+    assert names and all(map(task_guard.PICKLE.fullmatch, names)), names
+    task: Any = SimpleNamespace(config=SimpleNamespace())
+    for name in names:
+        with pytest.raises(UserError, match="opens a pickle"):
+            task_guard.check_code(name, task)
+
+
 def runs_code(source: str) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in their docstrings
