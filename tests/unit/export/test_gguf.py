@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import shutil
+import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -450,3 +452,19 @@ def test_check_without_a_reader_says_not_run() -> None:
 def test_family_of_refuses_what_llama_cpp_reads_in_another_way(given: dict[str, Any], what: str) -> None:
     with pytest.raises(UserError, match=what):
         gguf_families.family_of(AutoConfig.for_model(**{**exports.SIZES, **given}))
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"HTT", b"\r\n"])
+def test_server_that_ends_within_an_answer_is_an_error_of_the_export(answer: bytes) -> None:
+    """The kernel may end llama.cpp because the memory is full."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def half() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(answer)
+
+        threading.Thread(target=half, daemon=True).start()
+        with pytest.raises(UserError, match="can't open or run it"), serving_check.readable(Path("a.gguf")):
+            gguf_readers._ask(f"http://127.0.0.1:{server.getsockname()[1]}/completion")
