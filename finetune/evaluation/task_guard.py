@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 # Tasks that run the model's text with `exec`, `eval` or a shell, in lm-eval 0.4.13 (cruxeval/utils.py,
-# longproc/metrics.py, noreval/ask_gec/errant.py). Some of them lack `unsafe_code: true`.
-RUN_CODE = re.compile("cruxeval_.*|longproc_countdown_.*|ask_gec_.*")
+# longproc/metrics.py, noreval/ask_gec/errant.py), or with `parse_expr` of sympy, which calls `eval`
+# (score/math/math_grader.py). Some of them lack `unsafe_code: true`.
+RUN_CODE = re.compile("cruxeval_.*|longproc_countdown_.*|ask_gec_.*|(prompt|non_greedy)_robustness_math_.*")
 # Tasks that fetch addresses which their dataset names: the library jsonschema follows `$ref` of a schema
 FETCH = re.compile("jsonschema_bench_.*")
 # The package tinyBenchmarks opens a pickle in the working directory, and downloads it if it is missing

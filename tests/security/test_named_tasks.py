@@ -22,6 +22,7 @@ from finetune.recipe.schema import Eval
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 PLAIN, PROGRAMS = {"exec", "eval", "Popen"}, "system|popen|Popen|check_output|run|call|exec.*"
+SYMPY = {"parse_expr", "sympify"}  # functions that call `eval`
 SCRIPT = "open('PWNED', 'w')\nclass M: pass\n"
 
 
@@ -132,6 +133,7 @@ def test_each_task_that_runs_code_is_known() -> None:
         "cruxeval/utils.py",
         "longproc/metrics.py",
         "noreval/ask_gec/errant.py",
+        "score/math/math_grader.py",
     }
     names = {name for folder in {path.parent for path in found} for name in stated(folder)}
     safe = re.compile("longproc(_(travel_planning|tom_tracking|path_traversal|html_to_tsv).*)?")
@@ -172,7 +174,13 @@ def runs_code(source: str) -> bool:
         warnings.simplefilter("ignore")  # of escapes in their docstrings
         tree = ast.parse(source)
     calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    return bool(calls & PLAIN) or any(re.fullmatch(f"(os|subprocess)\\.({PROGRAMS})", name) for name in calls)
+    imported = {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    used = imported | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return bool(calls & PLAIN or used & SYMPY) or any(
+        re.fullmatch(f"(os|subprocess)\\.({PROGRAMS})", name) for name in calls
+    )
 
 
 def stated(folder: Path) -> set[str]:
