@@ -79,7 +79,7 @@ _SECRET_KEY = re.compile(
     r"(?i)(?:(?<![a-z_])token|\b\w{0,40}(?:passwd|password|secret|credentials?"
     r"|(?:hub|hf|auth|access|api|wandb|private)_?(?:token|key)))[\"']?\s*:"
 )
-_WORD = re.compile(r"[a-z_]+")
+_WORD = re.compile(r"[a-z_]+")  # the form of the keys of finetune's own JSON
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # a run of letters and digits
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD and db_password
@@ -87,9 +87,8 @@ _NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD 
     r"|(^|_)(ACCESS|SECRET|PRIVATE)_KEY(_|$)|_(PASS|PWD)$"
 )
 _MAY_NAME = re.compile(r"(?i)_(KEY|PAT)$")  # OPENAI_KEY holds a secret, and CACHE_KEY does not
-_LOGIN = re.compile(
-    r"://[^/\s:@]*:(?!\d{1,5}/)(\S{1,500})@"
-)  # the password of an address, as in DATABASE_URL
+# The password of an address, as in DATABASE_URL
+_LOGIN = re.compile(r"://[^/\s:@]*:(?!\d{1,5}/)(\S{1,500})@")
 _A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
 SHORTEST_PART = 12  # characters of a part of a known secret; the first ones may be `github_pat_`
@@ -199,8 +198,8 @@ def find_secrets(text: str, known: list[str]) -> list[Secret]:
     ]
     for value in known:
         secrets_found += [Secret(*match.span()) for match in re.finditer(re.escape(value), text)]
-        secrets_found += _parts(text, value)
-    return sorted(secrets_found)
+        secrets_found += _parts(text, value)  # also the whole secret, once more
+    return sorted({*secrets_found})
 
 
 def names_a_secret(line: str) -> bool:

@@ -32,9 +32,8 @@ def usual() -> Iterator[None]:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(_set_precisions, torch, precisions)
-        warns = (
-            torch.is_deterministic_algorithms_warn_only_enabled()
-        )  # `train.full_determinism` switches it on
+        # `train.full_determinism` switches both on
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
         enabled = torch.are_deterministic_algorithms_enabled()
         stack.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
         if legacy := _legacy_precision(torch):

@@ -35,16 +35,16 @@ def configs_of(folder: Path, key: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def refuse(path: Path, key: str, why: str) -> UserError:
-    """Return the error for a card that finetune can't use."""
+def unusable(path: Path, key: str, found: str) -> UserError:
+    """Return the error for a card or a manifest that is damaged, or that names files that are missing."""
     return UserError(
         Problem(
-            "finetune can't read the dataset card",
+            f"finetune can't use {path.name}, which lists the files of the dataset",
             key,
             where=str(path),
-            found=why,
-            fix="restore the card, or name the files in place of the folder",
-            why="the card says which files of the folder are the dataset",
+            found=found,
+            fix="restore the file, or name the data files in place of the folder",
+            why="finetune would otherwise read other files of the folder",
             code="data-format",
         )
     )
@@ -58,18 +58,18 @@ def _read(path: Path, key: str) -> list[dict[str, Any]]:
     names_files = NAMES_FILES.search(yaml) is not None
     if not is_whole:
         if names_files:
-            raise refuse(path, key, f"no line {MARK} before or after the YAML")
+            raise unusable(path, key, f"no line {MARK} before or after the YAML")
         return []
     try:
         content = foreign_yaml.read(yaml, path.name, strict_json.DEEPEST)
     except UserError as error:
         if names_files:
             problem = error.problems[0]
-            raise refuse(path, key, f"{problem.what}: {problem.found}") from error
+            raise unusable(path, key, f"{problem.what}: {problem.found}") from error
         return []
     if not isinstance(content, dict) or "configs" not in content:
         if names_files:
-            raise refuse(path, key, "files, but no `configs:`")
+            raise unusable(path, key, "files, but no `configs:`")
         return []
     return _checked(content["configs"], path, key)
 
@@ -87,15 +87,15 @@ def _checked(configs: object, path: Path, key: str) -> list[dict[str, Any]]:
     """Return the configs if each has a name, and no key that is probably another one."""
     entries = configs if isinstance(configs, list) else []
     if not entries:
-        raise refuse(path, key, "no list in `configs:`")
+        raise unusable(path, key, "no list in `configs:`")
     for entry in entries:
         if not isinstance(entry, dict) or "config_name" not in entry:
-            raise refuse(path, key, "a config without `config_name`")
+            raise unusable(path, key, "a config without `config_name`")
         for name in entry.keys() - set(KEYS):
             if near := get_close_matches(name, KEYS, 1, SIMILAR):
-                raise refuse(path, key, f"`{name}` in place of `{near[0]}`")
+                raise unusable(path, key, f"`{name}` in place of `{near[0]}`")
         said = entry.get("data_files")
         for part in said if isinstance(said, list) else ():
             if isinstance(part, dict) and not {"split", "path"} <= part.keys():
-                raise refuse(path, key, "an entry of `data_files` without `split` or `path`")
+                raise unusable(path, key, "an entry of `data_files` without `split` or `path`")
     return entries

@@ -210,7 +210,7 @@ def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
         return None
     listed = state.get("_data_files")
     if not isinstance(listed, list):
-        raise _damaged(folder / STATE, key, "no list of `_data_files`")
+        raise dataset_cards.unusable(folder / STATE, key, "no list of `_data_files`")
     # Written by datasets 1; later versions ignore the indices and would read other rows
     if state.get("_indices_data_files"):
         raise UserError(
@@ -246,7 +246,7 @@ def _splits_of_dict(folder: Path, key: str) -> Splits | None:
         return None
     names = content.get("splits")
     if not isinstance(names, list):
-        raise _damaged(folder / DICT, key, "no list of `splits`")
+        raise dataset_cards.unusable(folder / DICT, key, "no list of `splits`")
     found = {}
     for name in dict.fromkeys(map(str, names)):
         is_inside = "/" not in name and name not in (".", "..")
@@ -319,8 +319,8 @@ def _splits_of_readme(folder: Path, key: str, config: str | None) -> Splits | No
 
 
 def _no_files(folder: Path, key: str, patterns: list[str]) -> UserError:
-    names = ", ".join(patterns[:5])
-    return dataset_cards.refuse(folder / "README.md", key, f"the folder has no data file {names}")
+    card = next(path for path in (folder / name for name in dataset_cards.CARDS) if path.exists())
+    return dataset_cards.unusable(card, key, f"no data file for {', '.join(patterns[:5])}")
 
 
 def _splits_of_config(folder: Path, config: dict[str, Any], search: Search, missing: list[str]) -> Splits:
@@ -332,6 +332,7 @@ def _splits_of_config(folder: Path, config: dict[str, Any], search: Search, miss
         return {}
     if not said:
         named = _splits_by_name(base, "data.name") if inside else {}
+        missing += [] if any(named.values()) else [inside or "the whole folder"]
         return {split: paths for split, paths in named.items() if split not in NEVER_READ}
     entries = said if isinstance(said, list) else [said]
     found: Splits = {}
@@ -431,21 +432,7 @@ def _json_in(path: Path, key: str) -> dict[str, Any] | None:
     try:
         content = regular_files.read_json(path)
     except (OSError, ValueError) as error:
-        raise _damaged(path, key, first_line(error)) from None
+        raise dataset_cards.unusable(path, key, first_line(error)) from None
     if not isinstance(content, dict):
-        raise _damaged(path, key, "no JSON object")
+        raise dataset_cards.unusable(path, key, "no JSON object")
     return content
-
-
-def _damaged(path: Path, key: str, found: str) -> UserError:
-    return UserError(
-        Problem(
-            "the file is damaged",
-            key,
-            where=str(path),
-            found=found,
-            fix="save the dataset again with save_to_disk, or name its files in place of the folder",
-            why="the file says which files of the folder are the dataset",
-            code="data-format",
-        )
-    )

@@ -20,6 +20,7 @@ from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import as_yaml
 from finetune.data import read_limits
+from finetune.data.dataset_cards import CARDS
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ ONE_CHARACTER = {"sep", "delimiter", "quotechar", "escapechar"}  # pandas takes 
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S")  # `datasets` takes `file:/` for an address
 LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
-CARDS = ("README.md", ".huggingface.yaml")
 
 
 def load(source: Source, *, key: str = "data.name", **options: Any) -> Any:
@@ -332,13 +332,8 @@ def _check_inside(named: object, name: str) -> None:
     """Raise a UserError for addresses, chained file systems and paths outside the repository (exit 2)."""
     for text in _texts(named):
         parts = re.split(r"[/\\]", text)
-        if (
-            "://" in text
-            or SCHEME.match(text)
-            or "::" in text
-            or ".." in parts
-            or not (parts[0] or text == "")
-        ):
+        is_address = SCHEME.match(text) or "://" in text or "::" in text
+        if is_address or ".." in parts or not (parts[0] or text == ""):
             raise UserError(_outside(name, text[:200]))
 
 

@@ -23,7 +23,7 @@ ARCHIVES = (
     b"Rar!",
 )
 # Names by which pandas unpacks a file, whatever its first bytes are
-NAMED = re.compile(r"\.(zip|tar|tgz|tbz2?|txz|zst|7z|rar|lz4)(\.[a-z0-9]+)?$", re.IGNORECASE)
+NAMED = re.compile(r"\.(zip|tgz|tbz2?|txz|zst|7z|rar|lz4|tar(\.[a-z0-9]+)?)$", re.IGNORECASE)
 # In bytes. Reading a larger file twice would take too long.
 LARGEST = 64 * 2**20
 

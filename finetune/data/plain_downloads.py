@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import DownloadConfig, DownloadManager
 from datasets.utils.py_utils import map_nested
 
-from finetune.data import hub_sizes, read_limits
+from finetune.data import hub_sizes
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -27,11 +27,13 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz"}
 class PlainDownloads(DownloadManager):
     """Give the readers of `datasets` each file as it is, or its decompressed content.
 
-    Attributes:
-        limits: of a file, which is checked before a reader gets it.
+    Args:
+        limits: the limits of a file, which finetune checks before a reader gets the file.
     """
 
-    limits = read_limits.DEFAULT
+    def __init__(self, limits: Limits, **given: Any) -> None:
+        super().__init__(**given)
+        self.limits = limits
 
     def download(self, url_or_urls: Any) -> Any:
         found = super().download(url_or_urls)
@@ -49,8 +51,12 @@ def prepare(builder: DatasetBuilder, limits: Limits) -> None:
         UserError: a file expands to more bytes than the limits allow, or is an archive (exit 2).
     """
     config = DownloadConfig(use_etag=False, token=builder.token, storage_options=builder.storage_options)
-    downloads = PlainDownloads(builder.dataset_name, builder.config.data_dir, config)
-    downloads.limits = limits
+    downloads = PlainDownloads(
+        limits,
+        dataset_name=builder.dataset_name,
+        data_dir=builder.config.data_dir,
+        download_config=config,
+    )
     builder.download_and_prepare(dl_manager=downloads)
 
 

@@ -406,7 +406,7 @@ def listed_once() -> Iterator[None]:
             _LISTED.reset(before)
 
 
-def check_number(data: Data) -> None:
+def check_number_of_files(data: Data) -> None:
     """Refuse sources with too many files, of which each is recorded in the run folder (exit 2)."""
     count = size = 0
     for source, key in named(data):

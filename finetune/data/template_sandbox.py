@@ -229,7 +229,7 @@ TOO_MUCH_TOGETHER = (
     f"{STOPPED}: all renderings together wrote more than {PER_RENDERING:,} characters each, and "
     f"{PER_CHARACTER} for each character of the data"
 )
-STOPS_ALL = ("", (), TOO_SLOW)  # the answer to such a chat
+STOPS_ALL = ("", (), TOO_SLOW)  # the answer to a chat that takes too long, and to all chats after it
 KILLED = f"{STOPPED}: its process was killed, as Linux does when the memory of the machine is full"
 HUNG = f"{STOPPED}: its process did nothing for {HANGS} s"
 TOO_LARGE = f"the template took more than {MEGABYTES} MB"
@@ -497,11 +497,15 @@ def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
         finally:
             spare.iterations -= most - limits.left
             spare.seconds -= time.process_time() - began
-        spare.take(text, len(json.dumps(messages)) + len(json.dumps(tools)))
+        spare.take(text, size)
         return text, spans
 
+    size = 0  # characters of the chat
+
     def one(chat: tuple[Any, Any]) -> tuple[Any, Any]:
-        _spare(request["template"]).seconds += len(json.dumps(chat)) * PER_ITERATION
+        nonlocal size
+        size = len(json.dumps(chat))
+        _spare(request["template"]).seconds += size * PER_ITERATION
         if request["way"] == "turns" and not request["prompt"]:
             return _by_turns(rendered, *chat, request["after"])
         return rendered(*chat)

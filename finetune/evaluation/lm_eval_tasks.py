@@ -121,7 +121,7 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
                 "the template is not valid Jinja",
                 key,
                 where=where,
-                found=f"{type(error).__name__}: {error}"[:200],
+                found=str(error)[:200] or type(error).__name__,
                 fix=f'{key}: "{{{{question}}}}", with a column of your data',
                 code="eval-task",
             )

@@ -91,7 +91,8 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
         )
     untrusted_files.check_model(plain[0], "")
     recorded = merge_report(folder, plain[0]).get("files", {})
-    run_folder.check_files(plain[0], recorded, command("merge", str(folder.path)))
+    otherwise = f"delete this folder and run: {command('merge', str(folder.path))}"
+    run_folder.check_files(plain[0], recorded, otherwise)
     return "merged", plain[0]
 
 

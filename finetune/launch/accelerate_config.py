@@ -72,11 +72,11 @@ def read(path: Path) -> dict[str, Any]:
         UserError: the file is missing or no mapping, or has a key twice or a list of values (exit 2).
     """
     try:
-        is_json = path.suffix == ".json"
-        text = "" if is_json else regular_files.read_text(path)
-        made = (
-            regular_files.read_json(path) if is_json else foreign_yaml.read(text, str(path), in_python=True)
-        )
+        text = regular_files.read_text(path)
+        if path.suffix == ".json":
+            made = regular_files.read_json(path)
+        else:
+            made = foreign_yaml.read(text, str(path), in_python=True)
     except (OSError, ValueError) as error:
         raise UserError(
             Problem(

@@ -97,15 +97,13 @@ def _local_notes(model: Model, run: RunFolder) -> list[str]:
     recorded, now = run.found("environment.json").get("base_model"), describe(model)
     if not recorded or not now:
         return []
-    parts = [("config", " in config.json"), ("tensors", "")]
-    old = [] if "tensors" in recorded else [OLD]
     differing = list[str]()
-    for part, where in parts[:1] if old else parts:
-        then, today = recorded.get(part, {}), now.get(part, {})
+    for part, where in (("config", " in config.json"), ("tensors", "")):
+        then, today = recorded.get(part, now[part]), now[part]
         keys = sorted(then.keys() | today.keys())
         differing += [f"{key}{where}" for key in keys if then.get(key) != today.get(key)]
     if not differing:
-        return old
+        return [] if "tensors" in recorded else [OLD]
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return [f"{CHANGED}: {', '.join(differing[:3])}{more}"]
 

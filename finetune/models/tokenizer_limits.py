@@ -12,7 +12,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import slow_patterns
+from finetune.core import pattern_time
 from finetune.core.errors import Problem, UserError
 from finetune.data.text_changes import state, steps, writes_other_words
 
@@ -199,4 +199,4 @@ def _find_slow(patterns: tuple[str, ...]) -> int | None:
     texts = [run * (length // len(run)) + end for run in _RUNS for length in (30, 2000) for end in ends]
     # The time of some patterns grows with the square of the length
     texts += [run * (LONG_RUN // len(run)) + ends[-1] for run in _RUNS]
-    return slow_patterns.first_slow(_TRY, json.dumps([patterns, texts, SECONDS]))
+    return pattern_time.first_slow(_TRY, json.dumps([patterns, texts, SECONDS]))

@@ -70,7 +70,7 @@ def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list
     Raises:
         UserError: every problem found; exit 2, or 3 if only packages are missing.
     """
-    source_loading.check_number(recipe.data)  # the other checks would take minutes
+    source_loading.check_number_of_files(recipe.data)  # the other checks would take minutes
     config, errors = _config(recipe.model), list[UserError]()
     notes = _collect(
         errors,
@@ -99,7 +99,7 @@ def check(recipe: Recipe) -> list[str]:
     Raises:
         UserError: every problem found; exit 2, or 3 if only the environment is wrong.
     """
-    source_loading.check_number(recipe.data)
+    source_loading.check_number_of_files(recipe.data)
     errors = list[UserError]()
     first = partial(check_without_examples, recipe), partial(publish_target.check_recipe, recipe)
     notes = [*recipe.origin.notices, *_collect(errors, *first), *adapter_types.advice(recipe)]

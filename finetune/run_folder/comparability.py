@@ -184,8 +184,8 @@ def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
 def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
     """Report base models of one name with other files, or with another loss on the same validation set."""
     recipes = [load_recipe(folder.recipe, (), folder.format_version) for folder in (a, b)]
-    recorded = [folder.found("environment.json").get("base_model") for folder in (a, b)]
-    if all(recorded) and recorded[0] != recorded[1]:
+    left, right = (folder.found("environment.json").get("base_model") or {} for folder in (a, b))
+    if any(left[part] != right[part] for part in left.keys() & right.keys()):  # versions record other parts
         return ["base model: the config or the weights differ"]
     losses = [folder.found("eval.json").get("base", {}).get("loss") for folder in (a, b)]
     storages = {adapter_types.find(r.adapter.type).storage or r.model.quantization for r in recipes}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from finetune.cli import main
-from finetune.core import pattern_time, slow_patterns
+from finetune.core import pattern_time
 from finetune.core.errors import UserError
 from finetune.core.pattern_time import Pattern
 from finetune.evaluation import reopen
@@ -108,13 +108,13 @@ def test_pattern_that_takes_long_to_compile_is_refused(pattern: str, tmp_path, c
 )
 def test_process_of_the_patterns_that_is_killed_is_an_error_and_no_verdict(program: str) -> None:
     with pytest.raises(UserError, match="ended without a result"):
-        slow_patterns.first_slow(f"import os; {program}\nos.kill(os.getpid(), 9)", "")
+        pattern_time.first_slow(f"import os; {program}\nos.kill(os.getpid(), 9)", "")
 
 
 def test_process_of_the_patterns_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_patterns, "HANGS", 1)
+    monkeypatch.setattr(pattern_time, "HANGS", 1)
     with pytest.raises(UserError, match="ended without a result"):
-        slow_patterns.first_slow("import time; time.sleep(60)", "")
+        pattern_time.first_slow("import time; time.sleep(60)", "")
 
 
 def test_usual_patterns_are_not_slow() -> None:

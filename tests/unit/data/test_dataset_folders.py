@@ -311,7 +311,7 @@ def test_card_with_several_configs_and_no_default_names_them(tmp_path: Path) -> 
 def test_card_that_leads_out_of_its_folder_is_not_followed(pattern: str, tmp_path: Path) -> None:
     write(tmp_path, "secret.jsonl")
     folder = card(write(tmp_path / "repo", "a.jsonl"), f"- config_name: one\n  data_files: {pattern}\n")
-    with pytest.raises(UserError, match="can't read the dataset card") as error:
+    with pytest.raises(UserError, match=r"can't use .*, which lists") as error:
         read(folder)
     assert pattern in error.value.problems[0].found
 
@@ -371,7 +371,7 @@ def test_card_with_a_flipped_bit_names_the_same_files_or_is_refused(tmp_path: Pa
 def test_card_with_missing_parts_or_files_is_refused(content: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "repo", "a.jsonl", "b.jsonl")
     (folder / "README.md").write_text(content)
-    with pytest.raises(UserError, match="can't read the dataset card"):
+    with pytest.raises(UserError, match=r"can't use .*, which lists"):
         read(folder)
 
 
@@ -407,7 +407,7 @@ def test_manifest_with_a_flipped_bit_names_the_same_files_or_is_refused(tmp_path
         with contextlib.suppress(UserError):
             assert chosen(folder) == [whole], changed
     (folder / "state.json").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match="the file is damaged"):
+    with pytest.raises(UserError, match=r"can't use state\.json"):
         read(folder)
 
 

@@ -523,10 +523,10 @@ def test_sources_with_many_files_together_are_refused(tmp_path: Path) -> None:
     for number in range(3000):
         (tmp_path / f"{number}.jsonl").touch()
     several = [Source(name=f"{tmp_path}{'/.' * count}") for count in range(40)]
-    source_loading.check_number(Data(name=several[:6]))
+    source_loading.check_number_of_files(Data(name=several[:6]))
     began = time.monotonic()
     with pytest.raises(UserError, match="too many files together"):
-        source_loading.check_number(Data(name=several))
+        source_loading.check_number_of_files(Data(name=several))
     assert time.monotonic() - began < 5
 
 
@@ -536,7 +536,7 @@ def test_files_with_long_paths_are_refused(tmp_path: Path) -> None:
     for number in range(5200):
         (folder / f"{number}.jsonl").touch()
     with pytest.raises(UserError, match="too many files together"):
-        source_loading.check_number(Data(name=str(folder)))
+        source_loading.check_number_of_files(Data(name=str(folder)))
 
 
 def test_folders_are_searched_once_within_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
