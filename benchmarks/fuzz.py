@@ -1,9 +1,11 @@
-"""Recipes that were changed at random: each is valid, or refused with a place for every problem; a valid one
-is the same when it is written as a run writes it and read again.
+"""Change recipes at random, and check how finetune reads them.
+
+finetune must accept a changed recipe, or refuse it and name the place of each problem. An accepted recipe
+must stay the same after a run writes it and finetune reads it again.
 
     python benchmarks/reliability.py --fuzz 10000
 
-A case is a seed: what it breaks is drawn from it, so that `fuzz.case(seed)` makes it again.
+A seed determines each change, so `fuzz.case(seed)` repeats a case.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ WORDS = ["rank", "lr", "epochs", "batch_size", "learning_rat", "__class__", "mod
 class Outcome(NamedTuple):
     seed: int
     said: str
-    """`valid`, `refused`, or what is wrong with how it ended."""
+    """`valid`, `refused`, or the fault that was found."""
     seconds: float
     text: str
 

@@ -29,6 +29,8 @@ MOST_CHARACTERS = 2_000_000  # of all added tokens; each takes 2 microseconds an
 _ADDED = re.compile(r'"added_tokens"\s*:\s*')
 _ESCAPED = re.compile(r"\\u00[567]")  # an escape in place of an ASCII letter, which no library writes
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
+# Keys that name files which transformers reads in place of config.json and tokenizer.json
+_IN_PLACE = {"configuration_files", "fast_tokenizer_files"}
 _LARGEST_NUMBER = 2**31  # of an adapter's rank and alpha
 _CODE_OF = ("transformers.", "peft.")  # packages that the `auto_mapping` of an adapter may name
 
@@ -257,6 +259,16 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
                     why="a kernel can run any code. `model.attention` sets the kernel",
                     code="unsafe-file",
                 )
+        if name in _IN_PLACE:
+            yield Problem(
+                "the config names files that transformers reads in place of others",
+                key,
+                where=str(path),
+                found=f"{name}: {value}"[:200],
+                fix=f"remove {name} from the file",
+                why="finetune checks config.json and tokenizer.json alone",
+                code="unsafe-file",
+            )
         if name == "trust_remote_code" and value:
             yield Problem(
                 "the config asks to run code of the model",

@@ -15,6 +15,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Exit, Problem, UserError
@@ -40,6 +41,7 @@ PLAIN_OPTIONS = {
 ONE_CHARACTER = {"sep", "delimiter", "quotechar", "escapechar"}  # pandas takes longer ones for patterns
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S")  # `datasets` takes `file:/` for an address
+HUB_FILE = re.compile(r"hf://datasets/(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)/(?P<path>.+)")
 LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
 
 
@@ -154,6 +156,8 @@ def _builder_of_task(
     import datasets
 
     if path in packaged_readers():
+        if "data_files" in options:
+            options["data_files"] = _at_one_commit(options["data_files"], revision or "main")
         builder = datasets.load_dataset_builder(path, subset, revision=revision, **options)
         _check_reader(builder, path)
         return builder
@@ -162,6 +166,25 @@ def _builder_of_task(
     builder = _maker(path, subset, revision, options)()
     check_builder(builder, path)
     return builder
+
+
+def _at_one_commit(files: Any, revision: str) -> Any:
+    """Return the `data_files` of a task, with the commit in each address of the Hub.
+
+    Raises:
+        UserError: another address (exit 2).
+    """
+    if isinstance(files, dict):
+        return {split: _at_one_commit(named, revision) for split, named in files.items()}
+    if isinstance(files, list | tuple):
+        return [_at_one_commit(file, revision) for file in files]
+    file = HUB_FILE.fullmatch(str(files))
+    if file is None:
+        _check_inside(str(files).removeprefix("/"), "of a task")
+        return files
+    _check_inside(file["path"], file["name"])
+    commit = client.dataset_commit(file["name"], revision)
+    return f"hf://datasets/{file['name']}@{quote(commit, safe='')}/{file['path']}"
 
 
 def _not_loaded(title: str, key: str, error: Exception) -> UserError:

@@ -21,12 +21,18 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
 
 MOST_DIMENSIONS = 16
-MOST_SHARED = 4  # weights of a model for each weight in its files. Models can share weights
-LARGEST_STATE = 2**14  # bytes of bitsandbytes' description of a tensor, which has about 100
-MOST_TENSORS = 300_000  # of all files; the largest models have about 200,000
-MOST_PARTS = 2_000_000  # of a header, which has 8 for each tensor
-SAMPLE = 2**12  # bytes of each end of a tensor that `sample` reads
-LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
+# Weights of a model for each weight in its files. A model can use the same weights several times
+MOST_SHARED = 4
+# In bytes. bitsandbytes describes a tensor in about 100 bytes
+LARGEST_STATE = 2**14
+# In all files of a model. The largest models have about 200,000 tensors
+MOST_TENSORS = 300_000
+# JSON values in one header. A tensor has 8
+MOST_PARTS = 2_000_000
+# In bytes. `sample` reads so much of each end of a tensor
+SAMPLE = 2**12
+# In bytes. safetensors reads no larger header
+LARGEST_HEADER = 100_000_000
 # Bits per value, by dtype names of the safetensors format
 _BITS = {
     **dict.fromkeys(("F4",), 4),

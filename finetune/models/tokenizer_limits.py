@@ -20,14 +20,21 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.1 s
-LONG_RUN = 20_000  # characters
+# CPU time for each pattern. Usual patterns take 0.1 s
+SECONDS = 0.5
+# Characters of the texts with which the patterns are tried
+LONG_RUN = 20_000
 MOST_STEPS, MOST_PATTERNS, LONGEST_PATTERN = 50, 50, 10_000
-MOST_GROWTH = 100  # characters that one character may become
-MOST_ADDED = 1000  # tokens in addition to those of the text
-LARGEST_ID = 10_000_000  # the library allocates memory for each id up to the largest one
-LONGEST_PIECE = 256  # characters of an entry of a Unigram vocabulary: it is tried at each position of a text
-LONGEST_WORD = 1000  # characters: WordPiece tries each beginning of a word
+# Characters that a tokenizer may write for one character
+MOST_GROWTH = 100
+# Tokens that a post-processor may add to a text
+MOST_ADDED = 1000
+# The library allocates memory for each id up to the largest one
+LARGEST_ID = 10_000_000
+# Characters of an entry of a Unigram vocabulary. The library tries each entry at each position of a text
+LONGEST_PIECE = 256
+# Characters of a word. WordPiece tries each beginning of a word
+LONGEST_WORD = 1000
 # Patterns that are known to be fast: those of the shipped model, Llama 3 and Qwen 2
 _KNOWN = frozenset(
     {

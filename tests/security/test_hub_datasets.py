@@ -378,3 +378,24 @@ def test_files_of_a_task_with_a_reader_have_the_limits_too(datasets_hub: Hub) ->
     files = "hf://datasets/me/long/data/train.jsonl"
     with pytest.raises(UserError, match=r"expands|too large"), task_guard.guarded():
         datasets.load_dataset("json", data_files=files)
+
+
+@pytest.mark.parametrize("kind", ["text", "list", "splits"])
+def test_files_of_a_task_are_read_at_one_commit(kind: str, datasets_hub: Hub) -> None:
+    """The branch moves between two reads of the same command."""
+    repo = datasets_hub.add("me/moving", **{"data/train.jsonl": b'{"text": "before"}\n'})
+    address = "hf://datasets/me/moving/data/train.jsonl"
+    files: Any = {"text": address, "list": [address], "splits": {"train": [address]}}[kind]
+    with task_guard.guarded():
+        before = datasets.load_dataset("json", data_files=files, split="train")
+        repo.commit("main", {"data/train.jsonl": b'{"text": "after"}\n'}, "other rows")
+        again = datasets.load_dataset("json", data_files=files, split="train")
+    assert before["text"] == again["text"] == ["before"]
+
+
+@pytest.mark.parametrize(
+    "file", ["http://127.0.0.1:9/a.jsonl", "hf://buckets/me/a.jsonl", "zip://a::b.zip", "file:/a"]
+)
+def test_task_with_a_reader_asks_no_other_address(file: str) -> None:
+    with pytest.raises(UserError, match="outside of its repository"), task_guard.guarded():
+        datasets.load_dataset("json", data_files={"train": [file]})

@@ -49,6 +49,20 @@ def test_key_of_the_weight_file_names_a_file_of_the_folder(name: Any, weightless
     refused(weightless, capsys, says=("transformers_weights" if name else "no weights",))
 
 
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [("config.json", "configuration_files"), ("tokenizer_config.json", "fast_tokenizer_files")],
+)
+@pytest.mark.parametrize("named", ["config.4.0.0.json", "../x/tokenizer.4.0.json"])
+def test_key_that_names_a_file_in_place_of_another_is_refused(
+    file: str, key: str, named: str, weightless, capsys
+) -> None:
+    """transformers reads the file of the newest version that the key names."""
+    path = weightless / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: [named]}))
+    refused(weightless, capsys, says=("reads in place of others", f"{key}: ['{named}']"))
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_config_with_too_many_values_is_refused(name: str, weightless, capsys) -> None:
     """A million stop tokens or labels made `plan` and `train` slow."""

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 JOURNAL = "journal:"
 # Keys of a study's attributes: the hash of one trial, and whether all trials have a hash
 HASH, HASHED = "sha256 of trial", "hashed"
-# Exceptions that Optuna raises if a stored value is not as it was written
-# Errors of Optuna, and of alembic for the version of the tables
+# Exceptions of Optuna for a changed value, and of alembic for the version of the tables
 UNREADABLE = (
     ValueError, TypeError, LookupError, AssertionError, AttributeError, RuntimeError, CommandError,
 )  # fmt: skip
