@@ -411,10 +411,13 @@ def check_patterns(folder: Path, model: nn.Module) -> None:
     raise_if_any(target_modules.slow_patterns(options, names, str(path)))
 
 
-def check_keys(folder: Path) -> None:
-    """Stop if adapter_config.json has keys that PEFT's own version does not write (exit 4).
+def check_config(folder: Path) -> None:
+    """Check the type and the keys in adapter_config.json, before PEFT loads the adapter.
 
     PEFT ignores an unknown key, and takes the default of a key that is missing.
+
+    Raises:
+        UserError: finetune trains no such type (exit 2), or PEFT's own version does not write a key (exit 4).
     """
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -422,6 +425,7 @@ def check_keys(folder: Path) -> None:
     path = folder / "adapter_config.json"
     options = untrusted_files.read_object(path, str(path))
     kinds: dict[str, Any] = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    _check_type(str(options.get("peft_type")), path)
     kind = kinds.get(str(options.get("peft_type")))
     if kind is None or options.get("peft_version") != peft.__version__:
         return
@@ -436,6 +440,24 @@ def check_keys(folder: Path) -> None:
                 code="run-damaged",
             ),
             code=Exit.ARTIFACT,
+        )
+
+
+def _check_type(name: str, path: Path) -> None:
+    """Refuse the types that no recipe can have. PEFT opens other files for some of them (exit 2)."""
+    kinds = [kind for kind in adapter_types.all_types().values() if kind.peft == name.lower()]
+    why = kinds[0].refused if kinds else "PEFT does not know it"
+    if why:
+        raise UserError(
+            Problem(
+                "finetune does not read this type of adapter",
+                where=str(path),
+                found=f"peft_type: {name[:200]}",
+                expected="a type of the adapters that finetune trains",
+                fix="load the adapter with PEFT, if you trust it",
+                why=why,
+                code="adapter-type",
+            )
         )
 
 
@@ -483,6 +505,7 @@ def load(
         source = f"{client.split(source)[0]}@{pinned}"
     check_weights(folder, source)
     misfit = f"the adapter of {source} does not fit this model"
+    check_config(folder)
     with refusals(misfit):
         saved = PeftConfig.from_pretrained(str(folder)).to_dict()
     commit = upstream_private.commit_hash(model.config)

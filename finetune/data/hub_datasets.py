@@ -322,17 +322,12 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
     """Return the `configs:` of a repository's cards. The list is empty if no card can be downloaded."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     found = []
     for file in CARDS:
         try:
-            text = regular_files.read_text(
-                Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
-            )
-            if file == "README.md":
-                block = REGEX_YAML_BLOCK.search(text.removeprefix("\ufeff"))
-                text = block[2] if block else ""
+            path = Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+            text = _yaml_of_readme(path) if file == "README.md" else regular_files.read_text(path)
             content = foreign_yaml.read(text, file, strict_json.DEEPEST, in_python=True)
             found.append(content.get("configs") if isinstance(content, dict) else None)
         except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
@@ -349,6 +344,16 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
                 )
             ) from error
     return found
+
+
+def _yaml_of_readme(path: Path) -> str:
+    """Return the YAML in a README.md as `DatasetCard.load` reads it, with the line breaks of the file."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    regular_files.check_regular(path, "data.name", regular_files.limit_of(path))
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        block = REGEX_YAML_BLOCK.search(file.read())
+    return block[2] if block else ""
 
 
 def _check_inside(named: object, name: str) -> None:

@@ -107,7 +107,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     if wrong := checkpoint_headers.adapter_problems(saved):
         found = (replace(one, key="", where=str(folder.adapter), fix=fix) for one in wrong)
         raise UserError(*found, code=Exit.ARTIFACT)
-    continue_from.check_keys(folder.adapter)
+    continue_from.check_config(folder.adapter)
     base: Any = open_base(recipe)
     continue_from.check_patterns(folder.adapter, base)
     with refused, loading.ONE_AT_A_TIME, stacked_experts.plain_parameters(base):

@@ -44,6 +44,7 @@ def write_merged(
     """
     from peft import PeftConfig, PeftModel
 
+    continue_from.check_config(folder.adapter)
     plain = plain_base.plain_base(recipe, setup)
     continue_from.check_patterns(folder.adapter, plain)
     config: Any = PeftConfig.from_pretrained(str(folder.adapter))

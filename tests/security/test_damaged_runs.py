@@ -23,6 +23,7 @@ from finetune.core.errors import UserError
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.runner import measured_run
 from finetune.hub import client
+from finetune.recipe import adapter_types
 from finetune.run_folder.run_folder import RunFolder
 from support import damaged_runs
 from support.paths import MODEL
@@ -222,6 +223,21 @@ def test_flipped_key_of_the_adapters_config_is_refused(command: list[str], whole
     assert main.main([command[0], str(run), *command[1:], *output]) == 4
     shown = capsys.readouterr().err
     assert "PEFT does not know a key" in shown and "lora_alphq" in shown
+
+
+REFUSED = sorted({kind.peft for kind in adapter_types.all_types().values() if kind.refused})
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "unknown"])
+def test_adapter_of_a_type_that_no_recipe_can_have_is_refused(kind: str, whole, tmp_path, capsys) -> None:
+    """PEFT loads the model that an adapter of the type `shadow` names, with any code and any pickle."""
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    path = run / "adapter" / "adapter_config.json"
+    config = {**json.loads(path.read_text()), "peft_type": kind.upper(), "shadow_model": str(tmp_path)}
+    path.write_text(json.dumps(config))
+    for command in (["evaluate"], ["merge", "--output", "out"], ["export", "--to", "vllm", "--output", "o"]):
+        assert main.main([command[0], str(run), *command[1:]]) == 2
+        assert "does not read this type of adapter" in capsys.readouterr().err
 
 
 def test_compare_of_weights_of_any_dtype_ends_without_a_traceback(whole, tmp_path, capsys) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import pickle
+import random
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import yaml
 from pyarrow import ipc, parquet
 
+from finetune.core import foreign_yaml
 from finetune.core.errors import Exit, UserError
 from finetune.data import hub_datasets, source_loading
 from finetune.data.examples import Row
@@ -238,6 +240,13 @@ ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
         },
         OUTSIDE,
     ),
+    "a card with the line break of old systems": (
+        {
+            "README.md": b"---\n# a comment\r---\rconfigs:\n- config_name: default\n"
+            b"  data_files: http://127.0.0.1:9/x.jsonl\n---\n"
+        },
+        OUTSIDE,
+    ),
     "a card that is no YAML": ({"README.md": b"---\nconfigs: [\n---\n"}, CARD),
     "a card that expands": ({"README.md": f"---\nconfigs:\n{BOMB}---\n".encode()}, CARD),
     "a card in levels": ({"README.md": b"---\nconfigs: " + b"[" * 9000 + b"]" * 9000 + b"\n---\n"}, CARD),
@@ -247,6 +256,33 @@ ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
     "images": ({"train/a.png": b"\x89PNG"}, READER),
     "pages": ({"train.xml": b"<a/>"}, READER),
 }
+
+
+PARTS = (
+    "---", "---", "\n", "\n", "\n", "\r", "\r\n", " ", "\ufeff", "\x85", "\u2028", "\x0c", "# c", "\t", "- a",
+    "----", "configs:\n- config_name: a\n", "configs:\r- config_name: b\r", "x: y", "...", "'", "&a 1", "|\n",
+    "%YAML 1.1",
+)  # fmt: skip
+
+
+def test_card_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
+    from huggingface_hub import DatasetCard
+
+    drawn, path, compared = random.Random(0), tmp_path / "README.md", 0
+    for _ in range(4000):
+        path.write_bytes("".join(["---\n", *drawn.choices(PARTS, k=9), "\n---\n"]).encode())
+        try:
+            theirs = DatasetCard.load(path).data.to_dict().get("configs")
+        except Exception:  # `datasets` refuses the card
+            continue
+        try:
+            content = foreign_yaml.read(hub_datasets._yaml_of_readme(path), "", in_python=True)
+        except UserError:
+            continue
+        ours = content.get("configs") if isinstance(content, dict) else None
+        assert ours == theirs, path.read_bytes()
+        compared += theirs is not None
+    assert compared > 50
 
 
 @pytest.mark.parametrize("key", ["data.name", "eval.tasks"])
