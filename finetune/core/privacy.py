@@ -170,10 +170,18 @@ def masked_json(value: object, indent: int | None = None) -> str:
     return masked(json.dumps(hidden(value), indent=indent, allow_nan=False), [])
 
 
+def find_parts(text: str, known: list[str]) -> list[Secret]:
+    """Return each beginning and each end of `known` secrets in a text, except for addresses."""
+    return [part for secret in known if "://" not in secret for part in _all_parts(text, secret)]
+
+
 def _parts(text: str, secret: str) -> list[Secret]:
-    """Return each beginning and each end of a random secret in a text. Messages and prompts are cut."""
-    if not is_random(secret) or "/" in secret:
-        return []
+    """Return the same of one secret if it is random. The beginning of others can be a common word."""
+    return _all_parts(text, secret) if is_random(secret) and "/" not in secret else []
+
+
+def _all_parts(text: str, secret: str) -> list[Secret]:
+    """Return each part with SHORTEST_PART or more characters. Messages and prompts are cut."""
     found = [Secret(start, end) for start, end in _beginnings(text, secret)]
     size = len(text)
     found += [Secret(size - end, size - start) for start, end in _beginnings(text[::-1], secret[::-1])]

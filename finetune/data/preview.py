@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
-from finetune.core import html_pages, privacy, safe_files
+from finetune.core import html_pages, safe_files
 from finetune.core.formatting import amount
-from finetune.core.privacy import find_secrets, secrets
+from finetune.core.privacy import find_parts, find_secrets, masked, secrets
 from finetune.core.visible_text import visible_lines
 from finetune.data.audit import DROPPED
 from finetune.data.loss_mask import IGNORED, WEIGHTS
@@ -147,7 +147,8 @@ def _tokens(
 def _without_secrets(tokens: list[Token]) -> list[Token]:
     """Replace the characters and token ids of secrets. The page and the screen can be shown to others."""
     characters, found, start = list("".join(token.text for token in tokens)), list[Token](), 0
-    for secret in find_secrets("".join(characters), secrets()):
+    text, known = "".join(characters), secrets()
+    for secret in (*find_secrets(text, known), *find_parts(text, known)):
         characters[secret.start : secret.end] = "*" * (secret.end - secret.start)
     for token in tokens:
         text = "".join(characters[start : start + len(token.text)])
@@ -196,7 +197,7 @@ def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared
             console.print(Text(f"\nsequence {number}: {size}", style="bold"), soft_wrap=True)
         for document in documents(tokenizer, row):
             counts = f"{document.tokens:,} tokens, {document.trained:,} in the loss"
-            rule = f"── {visible(document.where)}: {counts} ".ljust(console.width, "─")
+            rule = f"── {visible(masked(document.where))}: {counts} ".ljust(console.width, "─")
             console.print(Text(f"\n{rule}", style="cyan"), soft_wrap=True)
             if document.cut:
                 console.print(Text(cut(document.cut), style="yellow"), soft_wrap=True)
@@ -349,7 +350,7 @@ def write_html(
         extent=_extent(prepared, len(rows)),
         weighted=any(piece.weight for row in rows for document in row for piece in document.pieces),
     )
-    safe_files.write_text(path.parent, path.name, privacy.masked(text))
+    safe_files.write_text(path.parent, path.name, masked(text))
 
 
 def _fills(prepared: Prepared) -> list[float]:

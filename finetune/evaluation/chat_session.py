@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from finetune.core import progress
 from finetune.core.console import Console as Screen
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.privacy import masked
 from finetune.core.visible_text import visible, visible_lines
 from finetune.data import encoding
 from finetune.data.encoding import Encoder
@@ -104,12 +105,12 @@ def run(
         voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]
         talk = Talk(voices, encoder, chats, max_new_tokens, temperature, console)
         for note in (*reopen.notes(recipe, tokenizer), *base_identity.notes(recipe.model, folder)):
-            console.print(visible(f"note: {note}"), markup=False, emoji=False)
+            console.print(visible(masked(f"note: {note}")), markup=False, emoji=False)
         if prompt is not None:
             return answer(talk, prompt)
         if sys.stdin.isatty():
             drawn = "greedy search" if not temperature else f"sampling at temperature {temperature:g}"
-            who = visible(f"base model: {recipe.model.name}; fine-tuned model: {folder.path}")
+            who = visible(masked(f"base model: {recipe.model.name}; fine-tuned model: {folder.path}"))
             console.print(f"{who}; answers use {drawn}", markup=False, emoji=False)
             if not chats:
                 console.print("note: the run was trained on plain text. Each line is a prompt of its own")

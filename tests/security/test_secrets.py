@@ -600,18 +600,30 @@ def test_secret_of_several_lines_is_masked_in_the_samples(small, tmp_path, monke
     assert middle[:12] not in said and "my own pass" not in said
 
 
-@pytest.mark.parametrize("words", range(20, 60, 4))
-def test_end_of_a_secret_in_a_prompt_that_is_cut_is_masked(words: int, tmp_path, monkeypatch, capsys) -> None:
-    secret = "Zx9KqW7bLp2vR8mNtY4sDfGh3JcXw6Qe"
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "Zx9KqW7bLp2vR8mNtY4sDfGh3JcXw6Qe",
+        "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzEXAMPLEKEY",
+        "x9!Kq$z7Lp@2vR8#mNtY4s^DfGh3Jc",
+        "correct-horse-battery-staple-42",
+    ],
+)
+@pytest.mark.parametrize("words", range(20, 60, 8))
+def test_end_of_a_secret_in_a_prompt_that_is_cut_is_masked(
+    words: int, secret: str, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setenv("DB_PASSWORD", secret)
     row = {
         "prompt": f"{'word ' * 40}password is {secret} {'and so on ' * (words // 4)}",
         "completion": " fine",
     }
-    (data := tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
+    data = tmp_path / "rows" / ("rows.jsonl" if "/" in secret else f"{secret}.jsonl")
+    data.parent.mkdir()
+    data.write_text(f"{json.dumps(row)}\n")
     page = tmp_path / "page.html"
     options = [
-        f"data.name={data}",
+        f"data.name={data.parent}",
         "data.validation=null",
         "data.too_long=truncate_prompt",
         "data.max_length=64",
