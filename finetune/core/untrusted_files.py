@@ -26,6 +26,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 MOST_NAMES = 1_000_000  # of a tokenizer.json; Gemma's vocabulary has 262,144
 MOST_ADDED = 100_000  # tokens in addition to the vocabulary
 MOST_CHARACTERS = 2_000_000  # of all added tokens; each takes 2 microseconds and 75 bytes
+# Files of `save_pretrained(distributed_checkpoint=True)`. With one of them, transformers reads all safetensors
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _ADDED = re.compile(r'"added_tokens"\s*:\s*')
 _ESCAPED = re.compile(r"\\u00[567]")  # an escape in place of an ASCII letter, which no library writes
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
@@ -66,7 +68,20 @@ def check_model(folder: Path, key: str) -> None:
                 code="model-files",
             )
         )
-    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
+    names = sorted(entry.name for entry in folder.iterdir())
+    if shards := list(filter(_DISTRIBUTED.fullmatch, names)):
+        raise UserError(
+            Problem(
+                "the folder holds a distributed checkpoint, which finetune does not read",
+                key,
+                where=str(folder),
+                found=", ".join(shards[:3]),
+                fix="load the model with transformers, and save it with save_pretrained(FOLDER)",
+                why="transformers would read all weight files of the folder in place of the model's own",
+                code="model-files",
+            )
+        )
+    pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles and not find_weight_files(folder, key):
         raise UserError(only_pickles(key, ", ".join(pickles[:6])))
 

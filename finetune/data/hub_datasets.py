@@ -39,6 +39,13 @@ PLAIN_OPTIONS = {
     "column_names", "quoting", "doublequote", "encoding", "field", "sample_by", "newlines_in_values",
 }  # fmt: skip
 ONE_CHARACTER = {"sep", "delimiter", "quotechar", "escapechar"}  # pandas takes longer ones for patterns
+MOST_COLUMNS = 1000  # that a card may name for a CSV file
+# Encodings that Python decodes in linear time
+ENCODING = re.compile(
+    r"utf[-_]?8([-_]sig)?|utf[-_]?(16|32)([-_]?[lb]e)?|(us[-_])?ascii|latin[-_]?1|iso[-_]?8859[-_]\d{1,2}"
+    r"|(cp|windows[-_]?)\d{3,4}|gb(k|2312|18030)|big5|shift[-_]?jis|euc[-_](jp|kr)|koi8[-_][ru]",
+    re.IGNORECASE,
+)
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S")  # `datasets` takes `file:/` for an address
 HUB_FILE = re.compile(r"hf://datasets/(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)/(?P<path>.+)")
@@ -85,6 +92,10 @@ def _loaded(source: Source, options: dict[str, Any]) -> Any:
     check_builder(builder, name)
     if type(builder).__module__.endswith(".csv"):
         builder = texts()
+    if not type(builder).__module__.endswith(".cache"):
+        # The types in a card can expand each row without limit. The readers find the types of the data
+        config: Any = builder.config
+        builder.info.features = config.features = None
     plain_downloads.prepare(builder, read_limits.of_source(source))
     return builder.as_dataset(split=source.split)
 
@@ -116,6 +127,7 @@ def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any
     split, revision = options.pop("split", None), options.pop("revision", None)
     try:
         builder = _builder_of_task(path, subset, revision, options)
+        check_types(builder.info.features, path, "eval.tasks")
         plain_downloads.prepare(builder, read_limits.DEFAULT)
         check_types(builder.info.features, path, "eval.tasks")
     except UserError as error:
@@ -125,7 +137,10 @@ def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any
 
 
 def check_types(features: dict[str, Any] | None, name: str, key: str) -> None:
-    """Refuse columns of images, audio and video, whose decoders download from addresses (exit 2)."""
+    """Refuse columns of images, audio and video, and lists of a fixed length (exit 2).
+
+    Decoders of images download from addresses. A list of a fixed length takes memory in each row.
+    """
     for column, feature in (features or {}).items():
         if not _is_plain(feature):
             raise UserError(
@@ -134,7 +149,7 @@ def check_types(features: dict[str, Any] | None, name: str, key: str) -> None:
                     key,
                     found=type(feature).__name__,
                     expected="text, numbers or booleans",
-                    fix="use a dataset without images, audio or video",
+                    fix="use a dataset without images, audio, video and lists of a fixed length",
                     code="eval-task",
                 )
             )
@@ -144,6 +159,8 @@ def _is_plain(feature: object) -> bool:
     from datasets import ClassLabel, Value
     from datasets.features import Json
 
+    if getattr(feature, "length", -1) >= 0:
+        return False
     if isinstance(feature, dict | list):
         return all(map(_is_plain, feature.values() if isinstance(feature, dict) else feature))
     inner = getattr(feature, "feature", None)  # the type inside a list
@@ -262,13 +279,13 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
     outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
     if outside and not reader.endswith(".cache"):
         raise UserError(_outside(name, ", ".join(outside)[:200]))
-    if options := _set_options(builder.config):
+    if options := {**_set_options(builder.config), **_odd_options(builder.config)}:
         raise UserError(
             Problem(
                 f"finetune does not allow these options of the reader of the dataset {name}",
                 "data.name",
                 found=as_yaml(options)[:200],
-                expected=f"{', '.join(sorted(ONE_CHARACTER))} of one character",
+                expected=f"{', '.join(sorted(ONE_CHARACTER))} of one character, or a usual encoding",
                 fix="download the dataset's files, and name them in data.name",
                 why="the dataset card sets them; they can skip rows, change texts or never end",
                 code="unsafe-file",
@@ -315,6 +332,17 @@ def _set_options(config: Any) -> dict[str, Any]:
             continue
         if value is not default and value != default:
             found[field.name] = value
+    return found
+
+
+def _odd_options(config: Any) -> dict[str, Any]:
+    """Return an encoding that is slow, and too many names of columns."""
+    encoding = getattr(config, "encoding", None)
+    found = {} if encoding is None or ENCODING.fullmatch(str(encoding)) else {"encoding": encoding}
+    for key in ("names", "column_names"):
+        names = getattr(config, key, None)
+        if isinstance(names, list) and len(names) > MOST_COLUMNS:
+            found[key] = f"{len(names):,} names"
     return found
 
 

@@ -223,10 +223,10 @@ def _painted(pieces: list[Piece], colored: bool) -> Text:
         texts = [[(visible(piece.text), STYLES[piece.kind]) for piece in run] for run in runs]
         return Text.assemble(*chain.from_iterable((*run, w) for run, w in zip(texts, weights, strict=True)))
     line = ""
-    for (masked, weight), run in groupby(pieces, key=lambda piece: (piece.is_masked, piece.weight)):
+    for (is_masked, weight), run in groupby(pieces, key=lambda piece: (piece.is_masked, piece.weight)):
         texts = ((visible(piece.text), piece.kind.startswith("special")) for piece in run)
         shown = "".join(SPECIAL.format(text) if special else text for text, special in texts)
-        line += shown if masked else TRAINED.format(shown) + weight
+        line += shown if is_masked else TRAINED.format(shown) + weight
     return Text(line)
 
 

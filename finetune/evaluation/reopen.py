@@ -99,6 +99,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     if folder.weights == folder.model:
         with refused:
             full = open_base(recipe, str(folder.model))
+        folder.check_weights()
         continue_from.check_finite(dict(full.named_parameters()), str(folder.model))
         return full
     from peft import PeftModel
@@ -112,6 +113,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     continue_from.check_patterns(folder.adapter, base)
     with refused, loading.ONE_AT_A_TIME, stacked_experts.plain_parameters(base):
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
+    folder.check_weights()  # once more: another program may have replaced a file meanwhile
     continue_from.check_whole(tuned, list(saved), str(folder.adapter))
     fused_experts.install_quantized(tuned)
     fused_experts.choose_fp8(tuned, recipe.speed.fp8_experts)

@@ -58,6 +58,7 @@ def write_merged(
             config.fan_in_fan_out = True  # the adapter config of a quantized GPT-2 does not set this
         adapted: Any = PeftModel.from_pretrained(plain, str(folder.adapter), config=config)
         kind = str(getattr(adapted.peft_config["default"].peft_type, "value", kind))
+        folder.check_weights()  # once more: another program may have replaced a file meanwhile
         merged: Any = adapted.merge_and_unload(safe_merge=True)
     except torch.OutOfMemoryError:
         raise

@@ -18,11 +18,13 @@ from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 CHANGED = "the base model has changed since the run"
+# Parts of `describe`, and the file of their values
+PARTS = {"config": " in config.json", "generation_config": " in generation_config.json", "tensors": ""}
 OLD = "the run is of an earlier version, so finetune compares only config.json of the base model"
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Return the values of config.json that change what a model computes, and a hash of each weight file.
+    """Return the values that change what a model computes or where answers end, and hashes of the weights.
 
     The hash is of both ends of each tensor, so that large files take milliseconds.
     Empty for a model on the Hub, which its commit identifies.
@@ -32,6 +34,7 @@ def describe(model: Model) -> dict[str, Any]:
     files = find_weight_files(Path(model.name), "model.name")
     return {
         "config": config_values(model),
+        "generation_config": _generation_values(model),
         "tensors": {file.name: checkpoint_headers.sample(file) for file in files},
     }
 
@@ -55,6 +58,16 @@ def config_values(model: Model) -> dict[str, Any]:
         for key, value in raw.items()
         if key == "quantization_config" or not usual_configs.has_no_effect(key, value, words)
     }
+
+
+def _generation_values(model: Model) -> dict[str, Any]:
+    """Return the values of generation_config.json. Without this file, config.json has the ends of answers."""
+    path = model_files.small_file(model, "generation_config.json")
+    if path:
+        raw = regular_files.read_json(path, "model.name")
+        return {key: value for key, value in raw.items() if key != "transformers_version"}
+    path = model_files.small_file(model, "config.json")
+    return {"eos_token_id": regular_files.read_json(path, "model.name").get("eos_token_id")} if path else {}
 
 
 def check_adapter(folder: Path, model: Model) -> None:
@@ -98,7 +111,7 @@ def _local_notes(model: Model, run: RunFolder) -> list[str]:
     if not recorded or not now:
         return []
     differing = list[str]()
-    for part, where in (("config", " in config.json"), ("tensors", "")):
+    for part, where in PARTS.items():
         then, today = recorded.get(part, now[part]), now[part]
         keys = sorted(then.keys() | today.keys())
         differing += [f"{key}{where}" for key in keys if then.get(key) != today.get(key)]

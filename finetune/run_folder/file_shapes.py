@@ -100,6 +100,8 @@ class Launch(Shape):
 class BaseIdentity(Shape):
     config: dict[str, Any] = {}
     """Values of config.json that change what the base model computes."""
+    generation_config: dict[str, Any] = {}
+    """Values of generation_config.json."""
     tensors: dict[str, str] = {}
     """Weight file: hash of its header and of both ends of each tensor."""
 

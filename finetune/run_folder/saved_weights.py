@@ -8,6 +8,7 @@ from pathlib import Path
 from finetune.core import verified_files
 from finetune.core.errors import Exit, Problem, UserError
 
+READ = {".json", ".jinja", ".model", ".safetensors", ".txt"}  # files that transformers and PEFT look for
 OF_USERS = "README.md"  # the card of an adapter, which does not change the weights
 
 
@@ -24,7 +25,7 @@ def check_files(folder: Path, recorded: dict[str, dict[str, int | str]], otherwi
         otherwise: what to do if the change was intended.
 
     Raises:
-        UserError: a file changed or is missing (exit 4).
+        UserError: a file changed, is missing or is new (exit 4).
     """
     changes = list(_changes(folder, recorded))
     if changes:
@@ -51,3 +52,6 @@ def _changes(folder: Path, recorded: dict[str, dict[str, int | str]]) -> Iterato
             verified_files.verify(paths[name], stated)
         except verified_files.Damaged as damage:
             yield str(damage)
+    for name in sorted(paths.keys() - recorded.keys()):
+        if paths[name].suffix in READ:
+            yield f"{name} is new"

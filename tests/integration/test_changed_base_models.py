@@ -29,6 +29,11 @@ def change_config(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
 
 
+def change_generation(model: Path) -> None:
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [5]}))
+
+
 @pytest.fixture(scope="module")
 def finished(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("finished")
@@ -61,7 +66,11 @@ def test_evaluation_with_an_override_of_the_model_names_another_base(
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    ((change_weights, "model.safetensors"), (change_config, "rms_norm_eps in config.json")),
+    (
+        (change_weights, "model.safetensors"),
+        (change_config, "rms_norm_eps in config.json"),
+        (change_generation, "eos_token_id in generation_config.json"),
+    ),
 )
 def test_changed_base_model_is_named(change: Any, named: str, finished: Path, tmp_path: Path) -> None:
     run, model = tmp_path / "run", finished / "model"

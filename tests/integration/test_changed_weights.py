@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 
 import finetune
@@ -52,6 +54,46 @@ def test_changed_file_of_the_weights_is_an_error(
     assert SAID in said and f"{name} has another content than was written" in said
     with pytest.raises(UserError, match=SAID):
         finetune.Run(run).load_model()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "config.json"])
+def test_new_file_that_a_library_reads_is_an_error(
+    name: str, command: list[str], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    (run / "adapter" / name).write_text("{}")
+    assert main.main([command[0], str(run), *command[1:]]) == Exit.ARTIFACT
+    said = capsys.readouterr().err
+    assert SAID in said and f"{name} is new" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS[:4], ids=lambda words: words[0])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_file_of_the_weights_that_is_replaced_while_a_command_runs_is_an_error(
+    name: str,
+    command: list[str],
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    path = run / "adapter" / name
+    load = peft.PeftModel.from_pretrained
+
+    def replaced(*given: Any, **options: Any) -> Any:
+        content = path.read_bytes()
+        new = (
+            content.replace(b'"lora_alpha": ', b'"lora_alpha": 9') if name.endswith("json") else content[:-1]
+        )
+        path.unlink()
+        path.write_bytes(new if name.endswith("json") else new + bytes([content[-1] ^ 1]))
+        return load(*given, **options)
+
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", replaced)
+    assert main.main([command[0], str(run), *command[1:]]) == Exit.ARTIFACT
+    assert SAID in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

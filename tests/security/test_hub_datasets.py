@@ -435,3 +435,49 @@ def test_files_of_a_task_are_read_at_one_commit(kind: str, datasets_hub: Hub) ->
 def test_task_with_a_reader_asks_no_other_address(file: str) -> None:
     with pytest.raises(UserError, match="outside of its repository"), task_guard.guarded():
         datasets.load_dataset("json", data_files={"train": [file]})
+
+
+FIXED = """---
+dataset_info:
+  features:
+  - {name: text, dtype: string}
+  - {name: x, list: int64, length: 100000000}
+---
+"""
+
+
+def test_types_in_a_card_add_no_columns(datasets_hub: Hub) -> None:
+    datasets_hub.add("me/rows", **{"README.md": FIXED.encode(), "train.jsonl": ROW * 20})
+    rows = read("me/rows")
+    assert len(rows) == 20 and rows[0] == json.loads(ROW)
+    datasets_hub.add("me/task", **{"README.md": FIXED.encode(), "train.jsonl": ROW * 20})
+    with pytest.raises(UserError, match="can't evaluate on the column x"), task_guard.guarded():
+        datasets.load_dataset("me/task")
+
+
+@pytest.mark.parametrize("key", ["data.name", "eval.tasks"])
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        ("train.csv", {"names": ["text", *(f"c{number}" for number in range(1000))]}),
+        ("train.txt", {"encoding": "punycode"}),
+        ("train.jsonl", {"encoding": "unicode_escape"}),
+    ],
+)
+def test_option_of_a_card_that_takes_long_is_refused(
+    file: str, options: dict[str, Any], key: str, datasets_hub: Hub
+) -> None:
+    datasets_hub.add(
+        "me/rows", **{"README.md": card(data_files=file, **options), file: b"-" + b"b" * 100_000}
+    )
+    with pytest.raises(UserError, match="does not allow these options"), task_guard.guarded():
+        read("me/rows") if key == "data.name" else datasets.load_dataset("me/rows")
+
+
+@pytest.mark.parametrize("name", ["utf-8", "UTF8", "latin-1", "cp1252", "windows-1252", "utf-16", "gb18030"])
+def test_usual_encoding_in_a_card_is_allowed(name: str, datasets_hub: Hub) -> None:
+    content = '{"text": "hello"}\n'.encode(name)
+    datasets_hub.add(
+        "me/rows", **{"README.md": card(data_files="train.jsonl", encoding=name), "train.jsonl": content}
+    )
+    assert read("me/rows") == [{"text": "hello"}]

@@ -63,6 +63,12 @@ def test_key_that_names_a_file_in_place_of_another_is_refused(
     refused(weightless, capsys, says=("reads in place of others", f"{key}: ['{named}']"))
 
 
+def test_files_of_a_distributed_checkpoint_beside_the_weights_are_refused(weightless, capsys) -> None:
+    """transformers would read them in place of model.safetensors."""
+    (weightless / "shard-00000-model-00001-of-00002.safetensors").write_bytes(b"")
+    refused(weightless, capsys, says=("distributed checkpoint", "shard-00000-model-00001-of-00002"))
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_config_with_too_many_values_is_refused(name: str, weightless, capsys) -> None:
     """A million stop tokens or labels made `plan` and `train` slow."""
