@@ -35,6 +35,12 @@ WHOLE = re.compile(
     rf"(^|\.)({'|'.join((*EMBEDDINGS, *HEADS))})"
     r"(\.(base_layer|token_adapter|original_module|modules_to_save))*\.(weight|bias)$"
 )
+# Keys of numbers that are no sizes, and keys of repetitions
+_NO_SIZE = re.compile(
+    "seed|prng_key|step|tinit|tfinal|deltaT|alpha|lambda|indices|token_ids|layers_to_transform"
+)
+_REPEATED = re.compile("iter|terms|depth|num_samples|num_layers")
+MOST_REPEATED, SMALL = 1000, 4096
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -417,7 +423,8 @@ def check_config(folder: Path) -> None:
     PEFT ignores an unknown key, and takes the default of a key that is missing.
 
     Raises:
-        UserError: finetune trains no such type (exit 2), or PEFT's own version does not write a key (exit 4).
+        UserError: finetune trains no such type, or a size does not fit the weights (exit 2). PEFT's own
+            version does not write a key (exit 4).
     """
     import peft
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -426,6 +433,7 @@ def check_config(folder: Path) -> None:
     options = untrusted_files.read_object(path, str(path))
     kinds: dict[str, Any] = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     _check_type(str(options.get("peft_type")), path)
+    _check_sizes(options, folder)
     kind = kinds.get(str(options.get("peft_type")))
     if kind is None or options.get("peft_version") != peft.__version__:
         return
@@ -457,6 +465,35 @@ def _check_type(name: str, path: Path) -> None:
                 fix="load the adapter with PEFT, if you trust it",
                 why=why,
                 code="adapter-type",
+            )
+        )
+
+
+def _check_sizes(options: dict[str, Any], folder: Path) -> None:
+    """Refuse sizes beyond those of the adapter's tensors, which PEFT would build first (exit 2)."""
+    shapes = checkpoint_headers.tensors(folder).values()
+    largest = max([SMALL, *(size for shape in shapes for size in shape)])
+    waiting, wrong = list(options.items()), list[str]()
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(f"{name}.{key}", one) for key, one in value.items()]
+        elif isinstance(value, list):
+            waiting += [(name, one) for one in value]
+        elif isinstance(value, str) and name == "init_lora_weights":
+            wrong += [f"{name}: {value[:200]}"] * bool(re.search(r"\d{4}", value))
+        elif type(value) in (int, float) and not _NO_SIZE.search(name):
+            limit = MOST_REPEATED if _REPEATED.search(name) else largest
+            wrong += [f"{name}: {value}"] * (value > limit)
+    if wrong:
+        raise UserError(
+            Problem(
+                "the config of the adapter has sizes that do not fit its weights",
+                where=str(folder / FILES[0]),
+                found=", ".join(wrong[:5]),
+                expected=f"sizes up to {largest:,}, and repetitions up to {MOST_REPEATED:,}",
+                fix=untrusted_files.SAVE_AGAIN,
+                code="adapter-files",
             )
         )
 

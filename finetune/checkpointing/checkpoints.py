@@ -51,6 +51,29 @@ class VerifiedCheckpoint(NamedTuple):
     contract: dict[str, Any]
     notes: list[str]
     """Notes to print: newer checkpoints that do not verify, and differences from the checkpoint's run."""
+    states: dict[str, tuple[int, int]]
+    """Size and time of the last change of each file, before the files were verified."""
+
+    def check_unchanged(self) -> None:
+        """Stop if another program has changed a file since it was verified (exit 4)."""
+        states = _states(self.path)
+        changed = sorted(name for name, state in self.states.items() if states.get(name) != state)
+        if changed:
+            raise UserError(
+                Problem(
+                    "the checkpoint changed while finetune read it",
+                    where=str(self.path),
+                    found=", ".join(changed[:5]),
+                    fix="run the command again when no other program writes to the folder",
+                    code="checkpoint",
+                ),
+                code=Exit.ARTIFACT,
+            )
+
+
+def _states(path: Path) -> dict[str, tuple[int, int]]:
+    found = [(entry.name, entry.stat()) for entry in path.iterdir()]
+    return {name: (state.st_size, state.st_ctime_ns) for name, state in found}
 
 
 class Writer:
@@ -258,13 +281,14 @@ def newest(checkpoints: Path) -> VerifiedCheckpoint | None:
     skipped = []
     for path in published(checkpoints):
         try:
+            states = _states(path)
             verify(path)
         except Damaged as damage:
             skipped.append(f"finetune skips the damaged checkpoint {path.name}: {damage}")
             continue
         rest = "is not used, and the next save deletes it. To keep it, give it its old name"
         skipped += [f"{one.name} {rest}" for one in aside(checkpoints)]
-        return VerifiedCheckpoint(path, step_of(path), read_contract(path), skipped)
+        return VerifiedCheckpoint(path, step_of(path), read_contract(path), skipped, states)
     if skipped:
         raise UserError(
             Problem(
@@ -298,6 +322,7 @@ def named(checkpoints: Path, name: str) -> VerifiedCheckpoint:
             )
         )
     try:
+        states = _states(path)
         verify(path)
     except Damaged as damage:
         raise UserError(
@@ -310,7 +335,7 @@ def named(checkpoints: Path, name: str) -> VerifiedCheckpoint:
             ),
             code=Exit.ARTIFACT,
         ) from None
-    return VerifiedCheckpoint(path, step_of(path), read_contract(path), [])
+    return VerifiedCheckpoint(path, step_of(path), read_contract(path), [], states)
 
 
 def verify(path: Path) -> None:

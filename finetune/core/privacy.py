@@ -83,10 +83,14 @@ _WORD = re.compile(r"[a-z_]+")  # the form of the keys of finetune's own JSON
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # a run of letters and digits
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NAMED = re.compile(  # names of variables, also PGPASSWORD, HFTOKEN, MYSQL_PWD and db_password
-    r"(?i)(TOKENS?|SECRETS?|CREDENTIALS?|PASSWORD|PASSWD|PASSPHRASE|API_?KEY|CONNECTION_STRING)(_|$)"
-    r"|(^|_)(ACCESS|SECRET|PRIVATE)_KEY(_|$)|_(PASS|PWD)$"
+    r"(?i)(TOKENS?|SECRETS?|CREDENTIALS?|PASSWORDS?|PASSWD|PASSPHRASE|API_?KEYS?|CONNECTION_STRING)(_|$)"
+    r"|(^|_)(ACCESS|SECRET|PRIVATE|SIGNING|ENCRYPTION)_KEYS?(_|$)|_(PASS|PWD)$|^SSHPASS$"
 )
-_MAY_NAME = re.compile(r"(?i)_(KEY|PAT)$")  # OPENAI_KEY holds a secret, and CACHE_KEY does not
+_MAY_NAME = re.compile(r"(?i)_(KEYS?|PAT|AUTH)$")  # OPENAI_KEY holds a secret, and CACHE_KEY does not
+# A name and a secret inside of a value, as in `host=db password=...` and `{"password": "..."}`
+_INSIDE = re.compile(
+    r"(?i)(?:password|passwd|pwd|secret|token|key|credential)s?[\"']?\s*[=:]\s*(?:\"([^\"]+)\"|'([^']+)'|([^\s\"'&;,}]+))"
+)
 # The password of an address, as in DATABASE_URL
 _LOGIN = re.compile(r"://[^/\s:@]*:(?!\d{1,5}/)(\S{1,500})@")
 _A_PLACE = re.compile(r"(?i)_(PATH|FILE|DIR|HOME|URI|URL)$")
@@ -258,6 +262,8 @@ def secrets() -> list[str]:
     logins = {login for value in os.environ.values() for login in _LOGIN.findall(value)}
     # A driver reads `%40` as `@`, and takes what is after the first `@` for a host
     logins |= {part for login in logins for part in (unquote(login), *re.split("[@/]", login))}
+    logins |= {part for value in os.environ.values() for part in _inside(value)}
+    logins |= {part for value in values for part in (value.partition(":")[2], *re.split("[,; ]", value))}
     values |= {login for login in logins if not login.isalpha()}  # `postgres` is the password of many tests
     values |= {logged_in()}
     # Files of secrets end in a line break, and `docker run --env-file` keeps quotes
@@ -265,6 +271,12 @@ def secrets() -> list[str]:
     values |= {value[1:-1] for value in values if value[:1] in ("'", '"') and value[:1] == value[-1:]}
     forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
     return sorted(forms, key=len, reverse=True)
+
+
+@lru_cache(maxsize=1024)
+def _inside(value: str) -> tuple[str, ...]:
+    """Return the secrets inside of the value of a variable, by the name before each."""
+    return tuple(next(filter(None, found)) for found in _INSIDE.findall(value))
 
 
 @lru_cache(maxsize=256)

@@ -75,7 +75,8 @@ def run(
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
     trained_for, plain = recipe.speed.qat, plain_base.unrounded(recipe)
     report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
-    left = [*plain_base.changes(folder, recipe), *merged_files.note_interrupted(target, "merge")]
+    changed = plain_base.changes(folder, recipe)
+    left = [*changed, *merged_files.note_interrupted(target, "merge")]
     with staging(target) as (whole, packed), located(folder, packed.parent, target):
         # Apply the rounding of QAT if the weights will be stored in that format
         opened_recipe = recipe if quantized else plain
@@ -112,6 +113,7 @@ def run(
             report["against_merged"] = verify_merge.agreement(merged, base, logits)
             report["bytes"] = merged_files.size(packed)
             verify_merge.refuse_drowned(report, folder)
+        plain_base.check_unchanged(folder, recipe, changed)
         report["scores"] = {name: found for name, found in report["scores"].items() if found}
         if notes := [*left, *report.get("notes", [])]:
             report["notes"] = notes

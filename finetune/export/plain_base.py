@@ -31,6 +31,20 @@ def changes(folder: RunFolder, recipe: Recipe) -> list[str]:
     return found
 
 
+def check_unchanged(folder: RunFolder, recipe: Recipe, before: list[str]) -> None:
+    """Stop if another program has changed the base model since `changes` returned `before` (exit 2)."""
+    if changes(folder, recipe) != before:
+        raise UserError(
+            Problem(
+                "the base model changed while finetune read it",
+                "model.name",
+                where=recipe.model.name,
+                fix="run the command again when no other program writes to the folder",
+                code="model-files",
+            )
+        )
+
+
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
     """Return the base model as it was in training, in fp32. Quantized weights are dequantized."""
     stored: Any = reopen.open_base(recipe)

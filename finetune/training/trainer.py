@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sized
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import training_state
+from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.core import upstream_private
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
@@ -350,7 +350,7 @@ class Trainer(SFTTrainer):
     def restore_batches(self, saved: object) -> None:
         self.batches_digest = torch.as_tensor(saved, device=self.args.device)
 
-    def train_from(self, checkpoint: Path | None) -> None:
+    def train_from(self, checkpoint: VerifiedCheckpoint | None) -> None:
         """Train from the beginning, or resume from a checkpoint.
 
         Raises:
@@ -358,10 +358,13 @@ class Trainer(SFTTrainer):
             UserError: the run was told to stop and can't save, or a data loader worker hangs (exit 5).
             StartAgain: the first step ran out of memory, and `auto` has stronger settings.
         """
-        self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
+        path, no_memory = checkpoint.path if checkpoint else None, ""
+        self.resumed = training_state.read(path) if path else None
+        if checkpoint:
+            checkpoint.check_unchanged()
         try:
-            with training_state.refusals(self, checkpoint):
-                self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            with training_state.refusals(self, path):
+                self.train(resume_from_checkpoint=str(path) if path else None)
         except Exception as error:  # out of memory has many types; any other error is raised again
             if self.loader is not None and self.loader.num_workers:
                 loader_workers.stop_handler()

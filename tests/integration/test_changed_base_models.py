@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from finetune.cli import main
+from finetune.export import merged_files
 from finetune.hub import client
 from finetune.models import base_identity, checkpoint_headers
 from finetune.run_folder import run_folder
@@ -87,6 +88,24 @@ def test_changed_base_model_is_named(change: Any, named: str, finished: Path, tm
     assert (run / "eval.json").read_bytes() == before, "the run's own result stays"
     assert said in json.loads((run / "eval.other.json").read_text())["settings"]["notes"]
     assert said in json.loads((run / "merge.json").read_text())["merged"]["notes"]
+
+
+def test_base_model_that_is_replaced_during_a_merge_is_an_error(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    kept, write = shutil.copytree(finished / "model", tmp_path / "kept"), merged_files.write_merged
+
+    def replaced(*given: Any) -> Any:
+        change_weights(finished / "model")
+        return write(*given)
+
+    monkeypatch.setattr(merged_files, "write_merged", replaced)
+    try:
+        words = ["merge", str(finished / "run"), "--output", str(tmp_path / "merged"), "--quiet"]
+        assert main.main(words) in (2, 4)
+    finally:
+        shutil.copytree(kept, finished / "model", dirs_exist_ok=True)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_chat_with_one_prompt_names_a_changed_base_model(finished: Path, tmp_path: Path, capsys) -> None:

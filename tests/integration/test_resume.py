@@ -442,6 +442,25 @@ def test_damage_is_seen_and_passed_over(straight, stopped_after, train, tmp_path
     train(*options("lora"), where, "--resume", code=4)
 
 
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "trainer_state.json"])
+def test_checkpoint_that_is_replaced_after_it_was_verified_is_an_error(
+    name: str, straight, stopped_after, train, tmp_path, monkeypatch, capsys
+) -> None:
+    given, folder = stopped_after("lora", 3), tmp_path / "lora-3"
+    read, path = training_state.read, folder / "checkpoints" / "step-3" / name
+
+    def replaced(*of: Any) -> Any:
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+        return read(*of)
+
+    monkeypatch.setattr(training_state, "read", replaced)
+    train(*given, code=4)
+    said = capsys.readouterr().err
+    assert "the checkpoint changed while finetune read it" in said and name in said
+
+
 def differing_at(one: Path, other: Path, step: int) -> dict[str, list[str]]:
     """But for what was logged later."""
     found = differing(one, other, step)

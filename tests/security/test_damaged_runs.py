@@ -20,6 +20,7 @@ from finetune.checkpointing import checkpoints, training_state
 from finetune.cli import main
 from finetune.core import safe_files, verified_files
 from finetune.core.errors import UserError
+from finetune.evaluation import reopen
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.runner import measured_run
 from finetune.hub import client
@@ -238,6 +239,35 @@ def test_adapter_of_a_type_that_no_recipe_can_have_is_refused(kind: str, whole, 
     for command in (["evaluate"], ["merge", "--output", "out"], ["export", "--to", "vllm", "--output", "o"]):
         assert main.main([command[0], str(run), *command[1:]]) == 2
         assert "does not read this type of adapter" in capsys.readouterr().err
+
+
+SIZES = [
+    {"r": 20_000},
+    {"rank_pattern": {"q_proj": 10**8}},
+    {"init_lora_weights": "pissa_niter_999999999"},
+    {"loftq_config": {"loftq_iter": 10**9}},
+    {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 10**8},
+    {"peft_type": "P_TUNING", "encoder_num_layers": 10**6},
+    {"peft_type": "VBLORA", "num_vectors": 10**8},
+    {"peft_type": "UNILORA", "theta_d_length": 10**10},
+    {"peft_type": "PEANUT", "depth": 10**7},
+    {"peft_type": "PSOFT", "psoft_svd_lowrank_niter": 10**9},
+]
+
+
+@pytest.mark.parametrize("values", SIZES, ids=str)
+@pytest.mark.parametrize("command", [["evaluate"], ["merge", "--output", "out"]])
+def test_adapter_with_sizes_that_its_weights_do_not_have_is_refused(
+    command: list[str], values: dict[str, Any], whole, tmp_path, capsys
+) -> None:
+    """PEFT builds an adapter of these sizes before it reads the weights."""
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    path = run / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reopen, "open_base", lambda *_: pytest.fail("the base model is loaded"))
+        assert main.main([command[0], str(run), *command[1:]]) == 2
+    assert "sizes that do not fit its weights" in capsys.readouterr().err
 
 
 def test_compare_of_weights_of_any_dtype_ends_without_a_traceback(whole, tmp_path, capsys) -> None:

@@ -561,6 +561,29 @@ def test_secret_that_is_a_part_of_a_number_or_a_key_leaves_json_whole(secret: st
     assert secret not in privacy.masked(f"PIN {secret}, {secret} and ({secret})")
 
 
+INSIDE = {
+    "DB_CREDENTIALS": '{"username": "svc", "password": "PART"}',
+    "AZURE_CREDENTIALS": '{"clientId": "1-2-3", "clientSecret": "PART", "tenantId": "9"}',
+    "SERVICE_API_KEYS": "another9Key,PART",
+    "BOT_TOKENS": "PART;another9Key",
+    "AZURE_CONNECTION_STRING": "AccountName=me;AccountKey=PART;EndpointSuffix=core.windows.net",
+    "PG_CONNECTION_STRING": "host=db user=svc password=PART dbname=x",
+    "NEXUS_CREDENTIALS": "svc:PART",
+    "DATABASE_URL": "postgres://h/db?user=svc&password=PART",
+    "ARTIFACT_TOKEN": "Basic PART",
+    "DB_PASSWORDS": "PART",
+    "JWT_SIGNING_KEY": "PART",
+    "SSHPASS": "PART",
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize("part", ["Xk9vQ2mT7bLp", "Qz8~w3T.hN6kYv1RbLmP0sDfGj"])
+def test_secret_inside_of_a_value_is_masked_alone(name: str, part: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, INSIDE[name].replace("PART", part))
+    assert privacy.masked(f"the login {part} of svc failed") == "the login **** of svc failed"
+
+
 @pytest.mark.parametrize("password", ["pa@ssWord9xK", "pa/ssWord9xK", "p%40ssWord9xK"])
 def test_password_of_an_address_with_an_odd_sign_is_masked(password: str, monkeypatch) -> None:
     address = f"postgresql://svc:{password}@127.0.0.1:1/x"
