@@ -482,7 +482,7 @@ def _check_sizes(options: dict[str, Any], folder: Path) -> None:
             waiting += [(name, one) for one in value]
         elif isinstance(value, str) and name == "init_lora_weights":
             wrong += [f"{name}: {value[:200]}"] * bool(re.search(r"\d{4}", value))
-        elif type(value) in (int, float) and not _NO_SIZE.search(name):
+        elif isinstance(value, int | float) and not _NO_SIZE.search(name):
             limit = MOST_REPEATED if _REPEATED.search(name) else largest
             wrong += [f"{name}: {value}"] * (value > limit)
     if wrong:

@@ -18,6 +18,8 @@ CARDS = ("README.md", ".huggingface.yaml")  # the files that `datasets` reads
 MARK = "---"  # the line before and after the YAML of README.md
 NAMES_FILES = re.compile(r"^(configs|[ -]*(data_files|data_dir)) *:", re.MULTILINE)
 KEYS = ("config_name", "data_files", "data_dir", "default")
+# Keys that change no row. Other keys are options of a reader of `datasets`, which finetune does not use
+HARMLESS = {*KEYS, "version", "description", "features", "drop_labels", "drop_metadata"}
 SIMILAR = 0.85  # difflib's ratio of a key and the key that was probably meant
 
 
@@ -33,6 +35,23 @@ def configs_of(folder: Path, key: str) -> dict[str, dict[str, Any]]:
             for config in _read(path, key):
                 found[str(config["config_name"])] = config
     return found
+
+
+def check_options(config: dict[str, Any], folder: Path, key: str) -> None:
+    """Refuse a config with options of a reader, such as a separator or rows to skip (exit 2)."""
+    options = sorted(str(name) for name in config.keys() - HARMLESS)
+    if options:
+        raise UserError(
+            Problem(
+                "finetune does not apply the options of a reader in a dataset card",
+                key,
+                where=str(folder / CARDS[0]),
+                found=", ".join(options)[:200],
+                fix="convert the files to JSON Lines, and name them in data.name",
+                why="without these options, finetune would read other rows",
+                code="data-format",
+            )
+        )
 
 
 def unusable(path: Path, key: str, found: str) -> UserError:

@@ -15,6 +15,7 @@ import glob
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias
@@ -23,10 +24,11 @@ from finetune.core import regular_files
 from finetune.core.errors import Problem, UserError, first_line, nearest
 from finetune.core.folder_search import Search, match_paths
 from finetune.data import dataset_cards
-from finetune.data.readers import READERS
+from finetune.data.readers import can_read
 
 Splits: TypeAlias = "dict[str, list[Path]]"
 
+DEFAULT = "default"  # the name of the config of a dataset that has only one
 NO_SPLIT = ""  # the split of a file whose name contains no split
 # Files that belong to no split
 NOT_LISTED = "not part of the saved dataset"
@@ -63,16 +65,17 @@ class FolderFiles(NamedTuple):
     """Files that are not read, by split or by the reason why they have no split."""
 
 
-def choose_files(folder: Path, key: str, split: str | None = None) -> FolderFiles:
+def choose_files(folder: Path, key: str, split: str | None = None, config: str | None = None) -> FolderFiles:
     """Choose the files of a folder that a recipe key reads.
 
     Args:
         split: the split to read. `None` and `train`: by the recipe key.
+        config: a config in README.md, or a subfolder.
 
     Raises:
-        UserError: a manifest names missing files, or the folder has no split to read (exit 2).
+        UserError: a manifest names missing files, or the folder has no such config or split (exit 2).
     """
-    splits = _with_standard_names(_splits_of(folder, key))
+    splits = _with_standard_names(_splits_of(folder, key, config))
     if split in (None, "train"):
         return _choose_split(folder, key, splits)
     return _choose_named(folder, splits, split)
@@ -96,7 +99,23 @@ def _splits_of(folder: Path, key: str, config: str | None = None) -> Splits:
     splits = _splits_of_dict(folder, key)
     if splits is None:
         splits = _splits_of_readme(folder, key, config)
+    if splits is None and config not in (None, DEFAULT):
+        if not stays_below(config) or not (folder / str(config)).is_dir():
+            raise _no_config(folder, key, str(config), [])
+        folder = folder / str(config)
     return _splits_by_name(folder, key) if splits is None else splits
+
+
+def _no_config(folder: Path, key: str, config: str, found: Iterable[str]) -> UserError:
+    return UserError(
+        Problem(
+            f"the dataset {folder} has no config {config}",
+            key,
+            found=", ".join(found) or "no `configs:` in README.md",
+            fix="use the name of a config in README.md, or of a folder",
+            code="data-not-found",
+        )
+    )
 
 
 def _choose_named(folder: Path, splits: Splits, split: str) -> FolderFiles:
@@ -296,7 +315,9 @@ def _splits_of_readme(folder: Path, key: str, config: str | None) -> Splits | No
     by_config = {name: splits for name, splits in by_config.items() if any(splits.values())}
     if not by_config:
         raise _no_files(folder, key, list(chain.from_iterable(missing.values())))
-    default = [name for name in by_config if name == "default" or configs[name].get("default") is True]
+    if config is not None and config not in by_config:
+        raise _no_config(folder, key, config, by_config)
+    default = [name for name in by_config if name == DEFAULT or configs[name].get("default") is True]
     default = [config] if config in by_config else default
     if not default and len(by_config) > 1:
         first = next(iter(by_config.values()))
@@ -311,6 +332,7 @@ def _splits_of_readme(folder: Path, key: str, config: str | None) -> Splits | No
             )
         )
     chosen = next(iter(default or by_config))
+    dataset_cards.check_options(configs[chosen], folder, key)
     if missing[chosen]:
         raise _no_files(folder, key, missing[chosen])
     splits = by_config.pop(chosen)
@@ -327,7 +349,7 @@ def _splits_of_config(folder: Path, config: dict[str, Any], search: Search, miss
     """Return the files of a config by split. Add the paths and patterns without a file to `missing`."""
     inside = str(config.get("data_dir") or "")
     base, said = folder / inside, config.get("data_files")
-    if not _stays_below(inside) or not base.is_dir():
+    if not stays_below(inside) or not base.is_dir():
         missing.append(inside)
         return {}
     if not said:
@@ -340,14 +362,14 @@ def _splits_of_config(folder: Path, config: dict[str, Any], search: Search, miss
         split = str(entry.get("split")) if isinstance(entry, dict) else "train"
         patterns = entry.get("path") if isinstance(entry, dict) else entry
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            matches = match_paths(str(pattern), base, search=search) if _stays_below(pattern) else []
+            matches = match_paths(str(pattern), base, search=search) if stays_below(pattern) else []
             files = [path for path in matches if _is_data(path)]
             missing += [] if files else [str(pattern)]
             found[split] = list(dict.fromkeys([*found.get(split, []), *files]))
     return found
 
 
-def _stays_below(path: object) -> bool:
+def stays_below(path: object) -> bool:
     """Return whether a path or pattern of a card stays inside its folder."""
     parts = PurePosixPath(str(path)).parts
     return not PurePosixPath(str(path)).is_absolute() and ".." not in parts
@@ -408,7 +430,11 @@ def _standard_name(split: str) -> str:
 
 
 def _is_data(path: Path) -> bool:
-    return path.suffix.lower() in READERS and path.name not in BOOKKEEPING and os.path.isfile(path)
+    return has_data_suffix(path) and os.path.isfile(path)
+
+
+def has_data_suffix(path: Path) -> bool:
+    return can_read(path.with_suffix(path.suffix.lower())) and path.name not in BOOKKEEPING
 
 
 def _is_map_cache(path: Path) -> bool:

@@ -1,233 +1,225 @@
-"""Load a dataset from its Hub repository only, with a reader of plain data.
+"""Read a dataset of the Hub: choose the files of a split, download them, and read them as local files.
 
-The card of a repository can name files at any address. The names of its files choose the reader. The reader
-of .tar files opens members such as .pth with `torch.load`. So finetune checks the card before `datasets`
-resolves a file, and checks the reader before it opens a file.
+finetune chooses the files by the list of the repository's files and by its card. Neither `datasets` nor
+fsspec sees the card, so no name in it becomes an address, a pattern of theirs or an option of a reader.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any, NamedTuple
 
-from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.formatting import as_yaml
-from finetune.data import read_limits
-from finetune.data.dataset_cards import CARDS
-from finetune.hub import client
+from finetune.core.folder_search import match_paths
+from finetune.data import dataset_cards, dataset_folders, read_limits
+from finetune.data.examples import BadRow, Row
+from finetune.data.read_limits import Limits, limited_lines
+from finetune.data.readers import PACKED, Rows, can_read, count_rows, read_file, renamed
+from finetune.hub import client, dataset_repository
+from finetune.hub.dataset_repository import Repository
+from finetune.recipe.schema import Source
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from datasets import DatasetBuilder
-
-    from finetune.recipe.schema import Source
-
-# Allowed readers of `datasets`; `cache` reads a dataset that was prepared before
-READERS = ("arrow", "csv", "json", "parquet", "text", "cache")
-# Options of readers that a card may set: they skip no row and rewrite no text.
-PLAIN_OPTIONS = {
-    "name", "version", "description", "data_dir", "data_files", "features", "na_filter", "names",
-    "column_names", "quoting", "doublequote", "encoding", "field", "sample_by", "newlines_in_values",
-}  # fmt: skip
-ONE_CHARACTER = {"sep", "delimiter", "quotechar", "escapechar"}  # pandas takes longer ones for patterns
-MOST_COLUMNS = 1000  # that a card may name for a CSV file
-# Encodings that Python decodes in linear time
-ENCODING = re.compile(
-    r"utf[-_]?8([-_]sig)?|utf[-_]?(16|32)([-_]?[lb]e)?|(us[-_])?ascii|latin[-_]?1|iso[-_]?8859[-_]\d{1,2}"
-    r"|(cp|windows[-_]?)\d{3,4}|gb(k|2312|18030)|big5|shift[-_]?jis|euc[-_](jp|kr)|koi8[-_][ru]",
-    re.IGNORECASE,
-)
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S")  # `datasets` takes `file:/` for an address
-HUB_FILE = re.compile(r"hf://datasets/(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)/(?P<path>.+)")
 LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
+# One part of `data.split`, such as train, train[:10%] or test[100:200]
+PART = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<end>-?\d+%?)?\])?")
+KEY = "eval.tasks"
+# Readers of `datasets` by the suffix of a file
+LOADERS = {
+    ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+    ".txt": "text",
+}  # fmt: skip
+HUB_FILE = re.compile(r"hf://datasets/(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)/(?P<path>.+)")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S")  # fsspec takes `file:/` for an address
+OTHER_FILES = "data.revision: refs/convert/parquet, or download the files and name them in data.name"
+CHOOSE = "set data.subset and data.split to a subset and a split of the dataset"
 
 
-def load(source: Source, *, key: str = "data.name", **options: Any) -> Any:
-    """Load one split of a Hub dataset, or all of its splits by name.
+class Part(NamedTuple):
+    """A part of a split: its files, and the range of their rows that is read."""
 
-    Args:
-        source: its name, subset, revision, split and limits.
-        key: the key that names the dataset, for errors.
-        options: `data_files` and `data_dir` in the repository.
+    files: dict[str, Path]
+    """Path in the repository: path on this machine."""
+    rows: slice
+
+
+def rows(source: Source, key: str = "data.name") -> Rows:
+    """Yield the rows of a dataset, in order. The place of a row names the file in the repository.
 
     Raises:
-        UserError: the name is not valid, files are outside the repository, the reader is not allowed, a file
-            is too large, or the dataset has no such subset or split (exit 2). The Hub can't be reached, or
-            gives an odd answer (exit 3).
+        UserError: the name is not valid, the dataset has no such subset or split, or finetune can't read a
+            file (exit 2). The Hub can't be reached, or gives an odd answer (exit 3).
     """
-    check_name(source.name)
+    limits = read_limits.of_source(source)
+    for part in parts(source, key):
+        found = (renamed(_rows(path, limits), str(path), name) for name, path in part.files.items())
+        yield from islice(chain.from_iterable(found), part.rows.start, part.rows.stop)
+
+
+def _rows(path: Path, limits: Limits) -> Rows:
+    """Yield the rows of a file. Each line of a text file is a row, as for `datasets`."""
+    if path.suffix != ".txt":
+        yield from read_file(path, limits)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(limited_lines(file, path, limits), start=1):
+            try:
+                yield Row({"text": line.decode().rstrip("\r\n")}, f"{path}:{number}")
+            except UnicodeDecodeError as error:
+                yield BadRow("unreadable", "the line is not UTF-8", f"{path}:{number}", str(error))
+
+
+def parts(source: Source, key: str = "data.name") -> list[Part]:
+    """Download the files of a split, and return them for each part of it, such as `train+test[:100]`."""
+    asked = [PART.fullmatch(part.strip()) for part in (source.split or "train").split("+")]
+    if not all(asked):
+        raise UserError(
+            Problem(
+                "this is not a split",
+                "data.split",
+                found=str(source.split)[:200],
+                expected="a name, such as train, train[:10%] or train[:1000]+test",
+                fix="data.split: train",
+                code="data-not-found",
+            )
+        )
+    return [_part(source, key, match) for match in asked if match]
+
+
+def _part(source: Source, key: str, asked: re.Match[str]) -> Part:
+    def choose(folder: Path) -> list[Path]:
+        return dataset_folders.choose_files(folder, key, asked["name"], source.subset).read
+
+    paths = _downloaded(source.name, source.revision, key, lambda folder: {"": choose(folder)})[""]
+    files = {f"{source.name}/{name}": path for name, path in paths.items()}
+    if not files or not all(map(can_read, files.values())):
+        found = ", ".join(files)[:200] or "no file that finetune can read"
+        raise UserError(_not_loaded(source.name, key, found, OTHER_FILES))
+    if asked["start"] is None and asked["end"] is None:
+        return Part(files, slice(0, None))
+    from datasets import ReadInstruction
+
+    number = sum(count_rows(path, read_limits.of_source(source)) for path in files.values())
+    (found,) = ReadInstruction.from_spec(asked[0]).to_absolute({asked["name"]: number})
+    return Part(files, slice(found.from_ or 0, number if found.to is None else found.to))
+
+
+def splits(
+    name: str, key: str, choose: Callable[[Path], dataset_folders.Splits], revision: str | None = None
+) -> dict[str, list[Path]]:
+    """Download the files that `choose` returns for an outline of the repository, and return them by split.
+
+    Raises:
+        UserError: as `rows`.
+    """
+    found = _downloaded(name, revision, key, choose)
+    return {split: list(paths.values()) for split, paths in found.items()}
+
+
+def _downloaded(
+    name: str, revision: str | None, key: str, choose: Callable[[Path], dataset_folders.Splits]
+) -> dict[str, dict[str, Path]]:
+    """Return the local path of each chosen file, by split and by its path in the repository."""
+    check_name(name, key)
     try:
-        return _loaded(source, options)
+        repository = dataset_repository.read(name, revision)
+        with _outline(repository) as folder:
+            try:
+                chosen = {
+                    split: [str(path.relative_to(folder)) for path in paths]
+                    for split, paths in choose(folder).items()
+                }
+            except UserError as error:
+                raise _of_the_repository(error, folder, name) from None
+        return {
+            split: {path: dataset_repository.download(repository, path) for path in paths}
+            for split, paths in chosen.items()
+        }
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the Hub's library does not check the types in the Hub's answers
-        title = " ".join(filter(None, (source.name, source.subset, source.split)))
-        raise _not_loaded(title, key, error) from error
+        raise _unreachable(name, key, error) from error
 
 
-def _loaded(source: Source, options: dict[str, Any]) -> Any:
-    from finetune.data import plain_downloads
+@contextlib.contextmanager
+def _outline(repository: Repository) -> Iterator[Path]:
+    """A temporary folder with the names of a repository's data files, and with its cards and manifests.
 
-    name = source.name
-    make = _maker(name, source.subset, source.revision, options)
-    # Otherwise pandas takes texts of a CSV file such as "NA" and "null" for missing values
-    texts = partial(make, na_filter=False)
-    try:
-        builder = make()
-    except ValueError as error:  # without a network, the cache knows a CSV dataset by this option
-        try:
-            builder = texts()
-        except (ValueError, TypeError):  # readers of other formats do not know the option
-            raise error from None
-    check_builder(builder, name)
-    if type(builder).__module__.endswith(".csv"):
-        builder = texts()
-    if not type(builder).__module__.endswith(".cache"):
-        # The types in a card can expand each row without limit. The readers find the types of the data
-        config: Any = builder.config
-        builder.info.features = config.features = None
-    plain_downloads.prepare(builder, read_limits.of_source(source))
-    return builder.as_dataset(split=source.split)
+    The data files are empty. Their names and the cards decide which of them are read.
+    """
+    with tempfile.TemporaryDirectory(prefix="finetune-") as made:
+        root = Path(made)
+        for name in repository.files:
+            path = root / name
+            listing = path.name in (dataset_folders.STATE, dataset_folders.DICT, dataset_folders.INFO)
+            if listing or name in dataset_cards.CARDS:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(dataset_repository.download(repository, name), path)
+            elif dataset_folders.has_data_suffix(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+        yield root
 
 
-def _maker(
-    name: str, subset: str | None, revision: str | None, options: dict[str, Any]
-) -> Callable[..., DatasetBuilder]:
-    """Return the function that makes the builder of a dataset, after its card and the options are checked."""
-    import datasets
+def _of_the_repository(error: UserError, folder: Path, name: str) -> UserError:
+    """Return an error of the outline with the name of the dataset in place of the temporary folder."""
 
-    _check_inside(options, name)
-    _check_inside(_configs_of_card(name, revision), name)
-    given = {key: value for key, value in options.items() if value is not None}
-    return partial(datasets.load_dataset_builder, name, subset, revision=revision, **given)
+    def said(text: str) -> str:
+        return text.replace(f"{folder}{os.sep}", f"{name}/").replace(str(folder), name)
+
+    problems = (
+        replace(
+            one,
+            what=said(one.what),
+            where=said(one.where),
+            found=said(one.found),
+            why=said(one.why),
+            fix=CHOOSE,
+        )
+        for one in error.problems
+    )
+    return UserError(*problems, code=error.code)
 
 
-def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any:
-    """Load a dataset as `datasets.load_dataset` does, for a task of lm-eval.
-
-    Args:
-        path: the id of a dataset, or a reader of `datasets` with the `data_files` of the task.
-        options: `split`, `revision`, and options of `datasets.load_dataset_builder`.
+def commit(source: Source, key: str = "data.name") -> str:
+    """Return the commit that `rows` reads.
 
     Raises:
-        UserError: as `load`, or the dataset is a folder (exit 2).
+        UserError: as `rows`.
     """
-    from finetune.data import plain_downloads
-
-    split, revision = options.pop("split", None), options.pop("revision", None)
+    check_name(source.name, key)
+    found = client.dataset_commit(source.name, source.revision or "main")
+    if client.COMMIT.fullmatch(found):
+        return found
     try:
-        builder = _builder_of_task(path, subset, revision, options)
-        check_types(builder.info.features, path, "eval.tasks")
-        plain_downloads.prepare(builder, read_limits.DEFAULT)
-        check_types(builder.info.features, path, "eval.tasks")
-    except UserError as error:
-        problems = (replace(one, key="eval.tasks") for one in error.problems)
-        raise UserError(*problems, code=error.code) from None
-    return builder.as_dataset(split=split)
+        return dataset_repository.read(source.name, source.revision).commit
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # as in `_downloaded`
+        raise _unreachable(source.name, key, error) from error
 
 
-def check_types(features: dict[str, Any] | None, name: str, key: str) -> None:
-    """Refuse columns of images, audio and video, and lists of a fixed length (exit 2).
-
-    Decoders of images download from addresses. A list of a fixed length takes memory in each row.
-    """
-    for column, feature in (features or {}).items():
-        if not _is_plain(feature):
-            raise UserError(
-                Problem(
-                    f"finetune can't evaluate on the column {column} of {name}",
-                    key,
-                    found=type(feature).__name__,
-                    expected="text, numbers or booleans",
-                    fix="use a dataset without images, audio, video and lists of a fixed length",
-                    code="eval-task",
-                )
-            )
+def _unreachable(name: str, key: str, error: Exception) -> UserError:
+    """Return the error for a dataset that can't be listed or downloaded (exit 3)."""
+    said = " ".join(str(error).split())[:300]  # the following lines list the choices
+    fix = "check the name, the revision and the network. Without a network: run finetune data RECIPE"
+    fix += " --prepare DIR elsewhere"
+    return UserError(_not_loaded(name, key, said, fix), code=Exit.ENVIRONMENT)
 
 
-def _is_plain(feature: object) -> bool:
-    from datasets import ClassLabel, Value
-    from datasets.features import Json
-
-    if getattr(feature, "length", -1) >= 0:
-        return False
-    if isinstance(feature, dict | list):
-        return all(map(_is_plain, feature.values() if isinstance(feature, dict) else feature))
-    inner = getattr(feature, "feature", None)  # the type inside a list
-    return isinstance(feature, Value | ClassLabel | Json) if inner is None else _is_plain(inner)
-
-
-def _builder_of_task(
-    path: str, subset: str | None, revision: str | None, options: dict[str, Any]
-) -> DatasetBuilder:
-    import datasets
-
-    if path in packaged_readers():
-        if "data_files" in options:
-            options["data_files"] = _at_one_commit(options["data_files"], revision or "main")
-        builder = datasets.load_dataset_builder(path, subset, revision=revision, **options)
-        _check_reader(builder, path)
-        return builder
-    check_name(path)
-    revision = client.dataset_commit(path, revision or "main")  # for the card and the files
-    builder = _maker(path, subset, revision, options)()
-    check_builder(builder, path)
-    return builder
-
-
-def _at_one_commit(files: Any, revision: str) -> Any:
-    """Return the `data_files` of a task, with the commit in each address of the Hub.
-
-    Raises:
-        UserError: another address (exit 2).
-    """
-    if isinstance(files, dict):
-        return {split: _at_one_commit(named, revision) for split, named in files.items()}
-    if isinstance(files, list | tuple):
-        return [_at_one_commit(file, revision) for file in files]
-    file = HUB_FILE.fullmatch(str(files))
-    if file is None:
-        _check_inside(str(files).removeprefix("/"), "of a task")
-        return files
-    _check_inside(file["path"], file["name"])
-    commit = client.dataset_commit(file["name"], revision)
-    return f"hf://datasets/{file['name']}@{quote(commit, safe='')}/{file['path']}"
-
-
-def _not_loaded(title: str, key: str, error: Exception) -> UserError:
-    """Return the error for a Hub dataset that cannot be loaded: network (exit 3) or wrong input (exit 2)."""
-    from datasets.exceptions import DatasetsError
-
-    # The cause of a DatasetGenerationError says which row cannot be read
-    cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
-    said = " ".join(str(cause).split())[:300]  # the following lines list the choices
-    odd_answer = client.is_odd_answer(error) and not isinstance(error, DatasetsError)
-    if odd_answer or isinstance(cause, (OSError, client.http_error())) or "Couldn't find cache" in said:
-        code, fix = Exit.ENVIRONMENT, "check the name, the revision and the network. Without a network: set"
-        fix += " data.revision to a commit, and run finetune data RECIPE --prepare DIR elsewhere"
-    else:
-        code, fix = Exit.INPUT, "set data.subset and data.split to a subset and a split of the dataset"
-        if "scripts" in said:
-            fix = "data.revision: refs/convert/parquet"
-    return UserError(
-        Problem(
-            "finetune can't load the dataset from the Hub",
-            key,
-            found=f"{title}: {said}",
-            fix=fix,
-            code="hub",
-        ),
-        code=code,
+def _not_loaded(name: str, key: str, found: str, fix: str) -> Problem:
+    return Problem(
+        "finetune can't load the dataset from the Hub", key, found=f"{name}: {found}", fix=fix, code="hub"
     )
 
 
@@ -268,149 +260,170 @@ def packaged_readers() -> frozenset[str]:
     return frozenset(folder.name for folder in folders if folder.is_dir())
 
 
-def check_builder(builder: DatasetBuilder, name: str) -> None:
-    """Raise a UserError for readers of pickles, archives or databases, and for outside files (exit 2).
+def as_datasets(
+    files: dict[str, list[Path]], key: str, *, texts: bool = False, features: Any = None
+) -> dict[str, Any]:
+    """Return the rows of files as `datasets.Dataset`, by split, for lm-eval.
 
-    A card can set options of the reader, such as rows to skip. Most of them are an error, too.
+    Args:
+        texts: take texts of a CSV file such as "NA" for texts, and not for missing values.
+        features: types of the columns, which the task names.
+
+    Raises:
+        UserError: the files have several types, a column is not plain, or a file is damaged or too large
+            (exit 2).
     """
-    reader = _check_reader(builder, name)
-    _check_cache(builder, name)
-    files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
-    outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
-    if outside and not reader.endswith(".cache"):
-        raise UserError(_outside(name, ", ".join(outside)[:200]))
-    if options := {**_set_options(builder.config), **_odd_options(builder.config)}:
+    import datasets
+
+    from finetune.data import plain_downloads
+
+    kinds = sorted({_kind(path) for paths in files.values() for path in paths})
+    if len(kinds) != 1 or kinds[0] not in LOADERS:
         raise UserError(
             Problem(
-                f"finetune does not allow these options of the reader of the dataset {name}",
-                "data.name",
-                found=as_yaml(options)[:200],
-                expected=f"{', '.join(sorted(ONE_CHARACTER))} of one character, or a usual encoding",
-                fix="download the dataset's files, and name them in data.name",
-                why="the dataset card sets them; they can skip rows, change texts or never end",
-                code="unsafe-file",
+                "finetune can't evaluate on these files",
+                key,
+                found=", ".join(kinds) or "no data files",
+                expected=f"files of one type: {', '.join(LOADERS)}",
+                fix="name the files in dataset_kwargs.data_files",
+                code="eval-task",
             )
         )
+    reader = LOADERS[kinds[0]]
+    options: dict[str, Any] = {"na_filter": False} if texts and reader == "csv" else {}
+    named = {split: [str(path) for path in paths] for split, paths in files.items()}
+    try:
+        builder = datasets.load_dataset_builder(reader, data_files=named, features=features, **options)
+        plain_downloads.prepare(builder, read_limits.DEFAULT)
+        check_types(builder.info.features, key)
+        made: Any = builder.as_dataset()
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # the readers raise many types for damaged files
+        raise UserError(_unreadable(files, key, error)) from error
+    return dict(made)
 
 
-def _check_cache(builder: DatasetBuilder, name: str) -> None:
-    """Check that the version in a card, which is a part of the path, leads out of no cache (exit 2)."""
-    from datasets import config
-
-    root, cache = (os.path.realpath(path) for path in (config.HF_DATASETS_CACHE, builder.cache_dir))
-    if ".." in Path(builder.cache_dir).parts or not Path(cache).is_relative_to(root):
-        raise UserError(_outside(name, f"version: {builder.config.version}"[:200]))
-
-
-def _check_reader(builder: DatasetBuilder, name: str) -> str:
-    """Return the module of a dataset's reader if it is allowed (exit 2)."""
-    reader = type(builder).__module__
-    if reader not in [f"datasets.packaged_modules.{one}.{one}" for one in READERS]:
-        raise UserError(
-            Problem(
-                f"finetune does not allow the reader of the dataset {name}",
-                "data.name",
-                found=reader.removeprefix("datasets.packaged_modules.").partition(".")[0],
-                expected=", ".join(READERS[:5]),
-                fix="download the dataset's plain data files",
-                why="it can run code or open other files",
-                code="unsafe-file",
-            )
-        )
-    return reader
-
-
-def _set_options(config: Any) -> dict[str, Any]:
-    """Return the options of a reader that are neither plain nor at their default."""
-    found = {}
-    for field in dataclasses.fields(config):
-        value, default = getattr(config, field.name), field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        is_character = isinstance(value, str) and len(value) == 1
-        if field.name in PLAIN_OPTIONS or (field.name in ONE_CHARACTER and is_character):
-            continue
-        if value is not default and value != default:
-            found[field.name] = value
-    return found
-
-
-def _odd_options(config: Any) -> dict[str, Any]:
-    """Return an encoding that is slow, and too many names of columns."""
-    encoding = getattr(config, "encoding", None)
-    found = {} if encoding is None or ENCODING.fullmatch(str(encoding)) else {"encoding": encoding}
-    for key in ("names", "column_names"):
-        names = getattr(config, key, None)
-        if isinstance(names, list) and len(names) > MOST_COLUMNS:
-            found[key] = f"{len(names):,} names"
-    return found
-
-
-def _configs_of_card(name: str, revision: str | None) -> list[Any]:
-    """Return the `configs:` of a repository's cards. The list is empty if no card can be downloaded."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    found = []
-    for file in CARDS:
-        try:
-            path = Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
-            text = _yaml_of_readme(path) if file == "README.md" else regular_files.read_text(path)
-            content = foreign_yaml.read(text, file, strict_json.DEEPEST, in_python=True)
-            found.append(content.get("configs") if isinstance(content, dict) else None)
-        except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
-            continue  # loading the dataset reports the reason
-        except (ValueError, UserError) as error:
-            raise UserError(
-                Problem(
-                    f"finetune can't read the dataset card of {name}",
-                    "data.name",
-                    where=file,
-                    found=error.problems[0].what if isinstance(error, UserError) else str(error)[:200],
-                    fix="name a file of the dataset, or another revision",
-                    code="data-format",
-                )
-            ) from error
-    return found
-
-
-def _yaml_of_readme(path: Path) -> str:
-    """Return the YAML in a README.md as `DatasetCard.load` reads it, with the line breaks of the file."""
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
-    regular_files.check_regular(path, "data.name", regular_files.limit_of(path))
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        block = REGEX_YAML_BLOCK.search(file.read())
-    return block[2] if block else ""
-
-
-def _check_inside(named: object, name: str) -> None:
-    """Raise a UserError for addresses, chained file systems and paths outside the repository (exit 2)."""
-    for text in _texts(named):
-        parts = re.split(r"[/\\]", text)
-        is_address = SCHEME.match(text) or "://" in text or "::" in text
-        if is_address or ".." in parts or not (parts[0] or text == ""):
-            raise UserError(_outside(name, text[:200]))
-
-
-def _outside(name: str, found: str) -> Problem:
+def _unreadable(files: dict[str, list[Path]], key: str, error: Exception) -> Problem:
+    cause = error.__cause__ or error
     return Problem(
-        f"the dataset {name} names files outside of its repository",
-        "data.name",
-        found=found,
-        expected="paths in the repository",
-        fix="download files that you trust",
-        code="unsafe-file",
+        "`datasets` can't read the files of a task",
+        key,
+        where=", ".join(str(path) for paths in files.values() for path in paths[:3])[:500],
+        found=f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
+        fix="correct the files, or remove the task",
+        code="data-format",
     )
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Yield each text in nested values. A value that YAML aliases repeat counts once."""
-    waiting, seen = [value], set[int]()
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, str):
-            yield part
-        elif isinstance(part, dict | list) and id(part) not in seen:
-            seen.add(id(part))
-            waiting += [*part, *part.values()] if isinstance(part, dict) else part
+def _kind(path: Path) -> str:
+    """Return the suffix of a file without the suffix of its compression."""
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any:
+    """Load a dataset as `datasets.load_dataset` does, for a task of lm-eval.
+
+    Args:
+        path: the id of a dataset, or a reader of `datasets` with the `data_files` of the task.
+        options: `split`, `revision`, `data_files`, `data_dir` and `features`.
+
+    Raises:
+        UserError: as `rows`, or the task has other options or files at other addresses (exit 2).
+    """
+    import datasets
+
+    split, revision = options.pop("split", None), options.pop("revision", None)
+    named, inside = options.pop("data_files", None), options.pop("data_dir", None)
+    features = options.pop("features", None)
+    if options:
+        raise UserError(_of_a_task("options that finetune does not know", ", ".join(sorted(options))))
+    if path in packaged_readers():
+        files = {name: _files_of_task(given) for name, given in _by_split(named).items()}
+    else:
+        files = splits(path, KEY, lambda folder: _chosen(folder, subset, named, inside), revision)
+    made: Any = as_datasets({name: paths for name, paths in files.items() if paths}, KEY, features=features)
+    return datasets.DatasetDict(made) if split is None else made[split]
+
+
+def _chosen(folder: Path, subset: str | None, named: Any, inside: str | None) -> dataset_folders.Splits:
+    """Return the files of an outline that the options of `datasets.load_dataset` name, by split."""
+    base = folder / (inside or "")
+    if not base.resolve().is_relative_to(folder.resolve()) or not base.is_dir():
+        raise UserError(_of_a_task("a folder that the dataset does not have", str(inside)))
+    if named is None:
+        return dataset_folders.all_splits(base, KEY, subset)
+    found: dataset_folders.Splits = {}
+    for split, patterns in _by_split(named).items():
+        for pattern in patterns:
+            matches = match_paths(pattern, base, KEY) if dataset_folders.stays_below(pattern) else []
+            files = [path for path in matches if path.is_file()]
+            if not files:
+                raise UserError(_of_a_task("a file that the dataset does not have", pattern))
+            found[split] = list(dict.fromkeys([*found.get(split, []), *files]))
+    return found
+
+
+def _by_split(named: Any) -> dict[str, list[str]]:
+    """Return `data_files` of `datasets.load_dataset` by split."""
+    by_split = named if isinstance(named, dict) else {"train": named}
+    return {
+        str(split): [str(one) for one in (given if isinstance(given, list | tuple) else [given])]
+        for split, given in by_split.items()
+    }
+
+
+def _files_of_task(addresses: list[str]) -> list[Path]:
+    """Return local files, and the files of `hf://` addresses at one commit."""
+    found = []
+    for address in addresses:
+        match = HUB_FILE.fullmatch(address)
+        if match is None and SCHEME.match(address):
+            raise UserError(_of_a_task("a file at an address", address))
+        if match is None:
+            found.append(Path(address))
+            continue
+        (paths,) = splits(match["name"], KEY, partial(_chosen_file, match["path"])).values()
+        found += paths
+    return found
+
+
+def _chosen_file(path: str, folder: Path) -> dataset_folders.Splits:
+    return _chosen(folder, None, path, None)
+
+
+def _of_a_task(what: str, found: str) -> Problem:
+    return Problem(
+        f"a task of lm-eval names {what}",
+        KEY,
+        found=found[:200],
+        expected="files in the repository of its dataset",
+        fix="remove the task, or run it with `lm_eval`",
+        code="eval-task",
+    )
+
+
+def check_types(features: dict[str, Any] | None, key: str) -> None:
+    """Refuse columns of images, audio and video, whose decoders download from addresses (exit 2)."""
+    for column, feature in (features or {}).items():
+        if not _is_plain(feature):
+            raise UserError(
+                Problem(
+                    f"finetune can't evaluate on the column {column}",
+                    key,
+                    found=type(feature).__name__,
+                    expected="text, numbers or booleans",
+                    fix="use a dataset without images, audio or video",
+                    code="eval-task",
+                )
+            )
+
+
+def _is_plain(feature: object) -> bool:
+    from datasets import ClassLabel, Value
+    from datasets.features import Json
+
+    if isinstance(feature, dict | list):
+        return all(map(_is_plain, feature.values() if isinstance(feature, dict) else feature))
+    inner = getattr(feature, "feature", None)  # the type inside a list
+    return isinstance(feature, Value | ClassLabel | Json) if inner is None else _is_plain(inner)

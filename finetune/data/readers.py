@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gzip
 import json
 import lzma
 import re
+import shutil
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, first_line
 from finetune.core.paths import is_utf8, refuse_lfs_pointer
 from finetune.data import hints, read_limits
 from finetune.data.examples import BadRow, Row
@@ -410,6 +414,64 @@ def read_file(path: Path, limits: Limits = DEFAULT) -> Rows:
     yield from READERS[path.suffix](path, limits)
 
 
+def can_read(path: Path) -> bool:
+    """Return whether the name of a file has a suffix that finetune reads, such as .jsonl or .jsonl.gz."""
+    return path.suffix in READERS and (path.suffix not in PACKED or Path(path.stem).suffix in PLAIN)
+
+
+def _packed(path: Path, limits: Limits) -> Rows:
+    """Yield the rows of a compressed file, which is decompressed to a temporary file within the limits."""
+    inner = Path(path.stem)
+    if inner.suffix == ".tar":
+        yield from _tar(path, limits)
+        return
+    # A reader that is not read to its end lives until the garbage collector closes it. It runs `finally`
+    folder = Path(tempfile.mkdtemp(prefix="finetune-"))
+    try:
+        plain = folder / inner.name
+        with path.open("rb") as file, plain.open("wb") as target, _unpacking(path):
+            content = ArchiveStream(file, path, limits)
+            while block := content.read(min(_CHUNK, limits.example)):
+                target.write(block)
+        yield from renamed(READERS[inner.suffix](plain, limits), str(plain), str(path))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _unpacking(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise UserError(
+            Problem(
+                "the compressed file is damaged",
+                where=str(path),
+                found=first_line(error),
+                fix="download or compress the file again",
+                code="data-format",
+            )
+        ) from error
+
+
+def renamed(rows: Rows, path: str, name: str) -> Rows:
+    """Yield rows, and raise errors, with the name of a file in place of the path from which they are read."""
+    try:
+        for row in rows:
+            if isinstance(row, BadRow):
+                row.problem = _moved(row.problem, path, name)
+                yield row
+            else:
+                yield Row(row.value, row.where.replace(path, name, 1))
+    except UserError as error:
+        problems = [_moved(problem, path, name) for problem in error.problems]
+        raise UserError(*problems, code=error.code) from error
+
+
+def _moved(problem: Problem, path: str, name: str) -> Problem:
+    return replace(problem, where=problem.where.replace(path, name), found=problem.found.replace(path, name))
+
+
 def count_rows(path: Path, limits: Limits = DEFAULT) -> int:
     """Return the number of rows of a file, good or bad. Parquet files store the number in their metadata."""
     refuse_lfs_pointer(path)
@@ -429,6 +491,7 @@ def count_rows(path: Path, limits: Limits = DEFAULT) -> int:
         return sum(batch.num_rows for batch in limited_batches.read_arrow(content, path, limits))
 
 
+PACKED = (".gz", ".bz2", ".xz")
 READERS = {
     ".jsonl": _json_lines,
     ".json": _json,
@@ -437,7 +500,10 @@ READERS = {
     ".arrow": _columnar,
     ".tar": _tar,
     ".txt": _txt,
+    **dict.fromkeys(PACKED, _packed),
 }
+PLAIN = [suffix for suffix in READERS if suffix not in PACKED]
+SUFFIXES = f"{', '.join(PLAIN)}, also with {', '.join(PACKED)}"
 
 
 def _where_not_utf8(path: Path) -> BadRow:

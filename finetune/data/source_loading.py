@@ -20,7 +20,7 @@ from finetune.data import hints, hub_datasets, read_limits
 from finetune.data.dataset_folders import as_name, choose_files, count_files, without_runs
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
-from finetune.data.readers import READERS, Rows, count_rows, read_file
+from finetune.data.readers import SUFFIXES, Rows, can_read, count_rows, read_file
 from finetune.hub import client
 from finetune.recipe.schema import Data, Source
 
@@ -485,13 +485,13 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
                     code="data-not-found",
                 )
             )
-        if entry.suffix not in READERS:
+        if not can_read(entry):
             raise UserError(
                 Problem(
                     f"finetune can't read the type of {entry.name}",
                     key,
                     found=entry.suffix,
-                    expected=", ".join(READERS),
+                    expected=SUFFIXES,
                     fix=hints.file(entry.suffix),
                     why="such a file can run code when it is opened" if entry.suffix in RUNS_CODE else "",
                     code="data-format",
@@ -507,7 +507,7 @@ def _nothing_to_read(folder: Path, key: str) -> Problem:
         f"the folder {folder} has no data file",
         key,
         found=", ".join(others[:MAX_SHOWN]) or "an empty folder",
-        expected=", ".join(READERS),
+        expected=SUFFIXES,
         fix=next((fix for name in others if (fix := hints.file(Path(name).suffix))), ""),
         code="data-not-found",
     )
@@ -525,7 +525,7 @@ def passed_by(data: Data) -> dict[str, list[str]]:
         others = [
             entry.name + "/" * entry.is_dir()
             for entry in sorted(folder.iterdir())
-            if entry.suffix not in (*READERS, ".md") and entry.name[0] != "." and entry not in of_data
+            if not can_read(entry) and entry.suffix != ".md" and entry.name[0] != "." and entry not in of_data
         ]
         if others:
             found[str(folder)] = others
@@ -576,7 +576,7 @@ def read(source: Source, key: str) -> Rows:
     """Yield every row of a source, in order."""
     paths = files_of(source, key)
     if paths is None:
-        yield from _hub(source)
+        yield from hub_datasets.rows(source, key)
         return
     empty = True
     for path in paths:
@@ -649,26 +649,5 @@ def title(source: Source) -> str:
 
 
 def hub_content(source: Source) -> str:
-    """Return the commit of a Hub dataset, or the names of its files in the cache of `datasets`.
-
-    If the Hub does not answer, a branch can mean several commits. `datasets` puts the files of each commit
-    into another folder.
-    """
-    commit = _commit(source)
-    if client.COMMIT.fullmatch(commit):
-        return commit
-    dataset = hub_datasets.load(source.model_copy(update={"revision": commit}))
-    files = sorted("/".join(Path(file["filename"]).parts[-2:]) for file in dataset.cache_files)
-    return f"{commit}: {', '.join(files)}"
-
-
-def _commit(source: Source) -> str:
-    """Return the current commit of a Hub dataset, or the recipe's revision if the Hub does not answer."""
-    return client.dataset_commit(source.name, source.revision or "main")
-
-
-def _hub(source: Source) -> Rows:
-    dataset = hub_datasets.load(source.model_copy(update={"revision": _commit(source)}))
-    from finetune.data.arrow_values import table_rows
-
-    yield from table_rows(dataset.with_format("arrow").iter(batch_size=1000), source.name)
+    """Return the commit of a Hub dataset that `read` reads."""
+    return hub_datasets.commit(source)

@@ -21,7 +21,6 @@ from finetune.data.examples import BadRow, Row
 from finetune.data.json_values import MOST_VALUES
 from finetune.data.readers import READERS, read_file
 from finetune.hub import client
-from finetune.recipe.schema import Source
 
 LOADERS = {  # dataset_path -> suffixes of its files
     "json": (".json", ".jsonl"),
@@ -49,15 +48,12 @@ def source(task: dict[str, Any], where: Path) -> Callable[..., dict[str, Any]]:
     Raises:
         UserError: a file, split or dataset does not exist, or finetune cannot read the format (exit 2).
     """
-    kwargs = task.get("dataset_kwargs") or {}
     files = local_files(task, where)
     if files is not None:
         _check_splits(task, files, where)
         return lambda **_: {split: _dataset(paths) for split, paths in files.items()}
     hub_datasets.check_name(task[KEY], KEY, str(where))
-    options = {key: kwargs.get(key) for key in ("data_files", "data_dir")}
-    given = task[KEY], task.get("dataset_name")
-    return lambda **_: _of_the_hub(*given, commit(task), **options)
+    return lambda **_: _of_the_hub(task, where)
 
 
 def commit(task: dict[str, Any]) -> str:
@@ -69,7 +65,7 @@ def commit(task: dict[str, Any]) -> str:
 def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | None:
     """Return the local files of a task by split, or `None` if it names a Hub dataset."""
     path, kwargs = task[KEY], task.get("dataset_kwargs") or {}
-    named, inside = kwargs.get("data_files"), kwargs.get("data_dir") or ""
+    inside = kwargs.get("data_dir") or ""
     for key, name in ((KEY, path), ("dataset_kwargs.data_dir", inside)):
         if not can_be_path(name):
             raise UserError(
@@ -103,6 +99,15 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
         )
     else:
         return None
+    return _splits_in(folder, task, where, suffixes)
+
+
+def _splits_in(
+    folder: Path | None, task: dict[str, Any], where: Path, suffixes: tuple[str, ...]
+) -> dict[str, list[Path]]:
+    """Return the files of a task by split, in the folder of its dataset, or next to the task file."""
+    path, kwargs = task[KEY], task.get("dataset_kwargs") or {}
+    named, inside = kwargs.get("data_files"), kwargs.get("data_dir")
     if inside:
         folder = _folder_in(folder, inside, where)
     if named is not None:
@@ -358,9 +363,11 @@ def _csv(path: Path) -> list[dict[str, Any]]:
     return [{str(k): None if v != v else v for k, v in record.items()} for record in records]
 
 
-def _of_the_hub(name: str, config: str | None, revision: str | None, **options: Any) -> dict[str, Any]:
+def _of_the_hub(task: dict[str, Any], where: Path) -> dict[str, Any]:
     """Load all splits of a Hub dataset."""
-    splits = hub_datasets.load(Source(name=name, subset=config, revision=revision), key=KEY, **options)
-    for dataset in splits.values():
-        hub_datasets.check_types(dataset.features, name, KEY)
-    return dict(splits)
+
+    def choose(folder: Path) -> dict[str, list[Path]]:
+        return _splits_in(folder, task, where, tuple(READERS))
+
+    files = hub_datasets.splits(task[KEY], KEY, choose, commit(task))
+    return hub_datasets.as_datasets(files, KEY, texts=True)

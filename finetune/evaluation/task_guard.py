@@ -134,7 +134,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 # Options of `datasets.load_dataset` that say how it downloads, and not what
-HOW = ("cache_dir", "download_mode", "trust_remote_code", "token", "num_proc", "keep_in_memory")
+HOW = (
+    "cache_dir", "download_mode", "trust_remote_code", "token", "num_proc", "keep_in_memory", "streaming",
+    "verification_mode",
+)  # fmt: skip
 
 
 def _from_hub(path: str, name: str | None = None, **options: Any) -> Any:

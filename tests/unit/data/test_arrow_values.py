@@ -13,7 +13,7 @@ from datasets import Array2D, Dataset, Features, Json, List, Value
 from pyarrow import ipc, parquet
 
 from finetune.core.errors import UserError
-from finetune.data import source_loading, streaming
+from finetune.data import hub_datasets, source_loading, streaming
 from finetune.data.examples import BadRow, Row
 from finetune.data.read_limits import DEFAULT
 from finetune.recipe.schema import Source
@@ -178,7 +178,7 @@ def test_hub_dataset_gives_the_same_rows_as_its_files(tmp_path: Path, datasets_h
     mixed(tmp_path).to_parquet(str(tmp_path / "train.parquet"))
     datasets_hub.add("me/mixed", **{"train.parquet": (tmp_path / "train.parquet").read_bytes()})
     source = Source(name="me/mixed", split="train")
-    rows = [row.value for row in source_loading._hub(source) if isinstance(row, Row)]
+    rows = [row.value for row in hub_datasets.rows(source) if isinstance(row, Row)]
     assert rows == values(tmp_path / "mixed.jsonl")
 
 
@@ -214,7 +214,7 @@ def test_read_value_that_python_cannot_hold_is_a_bad_row(column: Any, said: str,
 def test_hub_dataset_with_a_late_year_gives_a_bad_row(tmp_path: Path, datasets_hub) -> None:
     path = saved(pyarrow.table({"text": ["a", "b"], "column": LATE_YEAR}), tmp_path, "parquet")
     datasets_hub.add("me/late", **{"train.parquet": path.read_bytes()})
-    good, bad = source_loading._hub(Source(name="me/late", split="train"))
+    good, bad = hub_datasets.rows(Source(name="me/late", split="train"))
     assert isinstance(good, Row) and isinstance(bad, BadRow) and "can't be read" in bad.problem.what
 
 

@@ -168,7 +168,7 @@ def test_a_format_that_no_row_has_is_told_so(tmp_path) -> None:
 def test_a_folder_says_what_in_it_is_not_read(tmp_path) -> None:
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "more").mkdir()
-    for name in ("b.jsonl.gz", "c.xlsx", "README.md", ".hidden"):
+    for name in ("b.jsonl.zst", "c.xlsx", "README.md", ".hidden"):
         (tmp_path / "rows" / name).write_text("")
     write(tmp_path / "rows" / "a.jsonl", [chat(1)])
 
@@ -177,11 +177,11 @@ def test_a_folder_says_what_in_it_is_not_read(tmp_path) -> None:
 
     for _ in ("prepared", "found prepared"):
         remarks = prepared().report["train"].remarks()
-        assert f"finetune ignores b.jsonl.gz, c.xlsx, more/ in {tmp_path / 'rows'}" in remarks
+        assert f"finetune ignores b.jsonl.zst, c.xlsx, more/ in {tmp_path / 'rows'}" in remarks
     (tmp_path / "rows" / "c.xlsx").unlink()
     found = prepared()
     assert found.cached and found.report["train"].passed_by == {
-        str(tmp_path / "rows"): ["b.jsonl.gz", "more/"]
+        str(tmp_path / "rows"): ["b.jsonl.zst", "more/"]
     }
 
 
@@ -304,7 +304,7 @@ def test_what_is_found_in_a_row_does_nothing_to_the_terminal(tmp_path) -> None:
 
 
 def test_a_packed_file_or_a_sheet_comes_with_what_to_do(tmp_path) -> None:
-    for name, helps in (("a.jsonl.gz", "unpack the file"), ("a.xlsx", ".csv"), ("a.tsv", ".csv")):
+    for name, helps in (("a.jsonl.zst", "unpack the file"), ("a.xlsx", ".csv"), ("a.tsv", ".csv")):
         (found,) = problems(tmp_path, "", name)
         assert helps in found.fix
 

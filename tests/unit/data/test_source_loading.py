@@ -241,7 +241,7 @@ class Attack:
         return exec, (self.code,)
 
 
-@pytest.mark.parametrize("name", ["a.xlsx", "a", "B.JSONL", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.xlsx", "a", "B.JSONL", "a.jsonl.zst", "a.txt.gz.gz"])
 def test_a_kind_that_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
     written(tmp_path, "good.jsonl", LINES)
     path = written(tmp_path, name, LINES)
