@@ -53,8 +53,12 @@ _OBJECTS = _SECTIONS | {
     "sub_configs_defaults", "per_layer_config",
 }  # fmt: skip
 _NAMES = frozenset({"architectures", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference"})
-# Keys that change what a model of transformers returns, and whether finetune needs them to be set
-_FIXED = {"return_dict": True, "fusion_config": False}
+# Keys that change what a model of transformers returns, or with which it can't be saved, and whether finetune
+# needs them to be set
+_FIXED = {
+    "return_dict": True, "fusion_config": False, "distributed_config": False, "_auto_class": False,
+    "output_attentions": False, "_output_attentions": False,
+}  # fmt: skip
 # Methods and fixed properties of transformers' PreTrainedConfig: a key of this name would take their place
 MEMBERS = frozenset(
     {
@@ -81,9 +85,20 @@ MEMBERS = frozenset(
 FIX = "correct this value in the file, or download the model again: hf download MODEL --local-dir FOLDER"
 
 
+def _decoded(value: Any) -> Any:
+    """Return a number that transformers writes as {"__float__": "NaN"}, or the value itself."""
+    if isinstance(value, dict) and value.keys() == {"__float__"}:
+        try:
+            return float(value["__float__"])
+        except (ValueError, TypeError):
+            return value
+    return value
+
+
 def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
     """Keys of a config whose value has another type, or is a size that is negative, zero or too large."""
-    for name, value in entries:
+    for name, given in entries:
+        value = _decoded(given)
         if isinstance(value, dict) and len(value) > MOST_KEYS:
             yield Problem(
                 "an object of the model's config has too many keys",

@@ -39,6 +39,18 @@ def read(
     """
     import yaml
 
+    if in_python and len(text) > LARGEST:  # comments and empty lines count too
+        raise UserError(
+            Problem(
+                "the YAML is too long",
+                where=source,
+                found=f"{len(text):,} characters",
+                expected=f"at most {LARGEST:,}",
+                fix=SHORTER,
+                why="the parser of Python is slow",
+                code="yaml-syntax",
+            )
+        )
     made = yaml.SafeLoader if in_python else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _check(yaml.parse(text, Loader=made), source, deepest)

@@ -33,6 +33,7 @@ _ESCAPED = re.compile(r"\\u00[567]")  # an escape in place of an ASCII letter, w
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
 # Keys that name files which transformers reads in place of config.json and tokenizer.json
 _IN_PLACE = {"configuration_files", "fast_tokenizer_files"}
+_LARGEST_ID = 10_000_000
 _LARGEST_NUMBER = 2**31  # of an adapter's rank and alpha
 _CODE_OF = ("transformers.", "peft.")  # packages that the `auto_mapping` of an adapter may name
 
@@ -468,8 +469,11 @@ def problems_of_config(content: object, path: Path, key: str) -> Iterator[Proble
 # Arguments of transformers' tokenizers that are no settings of a file
 TOKENIZER_ARGUMENTS = frozenset({
     "tokenizer_object", "__slow_tokenizer", "gguf_file", "post_processor", "vocab", "merges",
-    "tokenizer_truncation", "tokenizer_padding", "_json_truncation", "_json_padding",
+    "tokenizer_truncation", "tokenizer_padding", "_json_truncation", "_json_padding", "decoder",
+    "_tokenizer", "backend_tokenizer",
 })  # fmt: skip
+_COUNT = re.compile("extra_ids|offset|num_.*")  # arguments of tokenizer classes that add tokens
+LONGEST_TEKKEN = 20_000  # characters of a token in base64. transformers tries each cut of a token
 
 
 def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
@@ -481,6 +485,7 @@ def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _too_long_tokens(content, path, key)
     yield from _odd_keys(content, path, key)
     given = content if isinstance(content, dict) else {}
+    yield from _wrong_values(given, path, key)
     for name in sorted(TOKENIZER_ARGUMENTS & given.keys()):
         if given[name] is not None:
             yield Problem(
@@ -492,6 +497,55 @@ def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
                 why="transformers sets it itself",
                 code="model-files",
             )
+
+
+def _wrong_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
+    """Find counts of tokens that are too large, and values of a type with which transformers fails later."""
+    names, processor = content.get("model_input_names"), content.get("processor_class")
+    wrong = [("model_input_names", "a list of names")] * (names is not None and not _are_names(names))
+    wrong += [("processor_class", "a name")] * (processor is not None and not isinstance(processor, str))
+    for name, value in content.items():
+        if _COUNT.fullmatch(name) and isinstance(value, int | float) and not abs(value) <= MOST_ADDED:
+            wrong.append((name, f"at most {MOST_ADDED:,}"))
+    for name, expected in wrong:
+        yield Problem(
+            "a value of the tokenizer's settings is wrong",
+            key,
+            where=str(path),
+            found=f"{name}: {content[name]!r}"[:200],
+            expected=expected,
+            fix=DOWNLOAD_AGAIN,
+            code="model-files",
+        )
+
+
+def _tekken(path: Path, key: str) -> Iterator[Problem]:
+    """Check the counts and the lengths of Mistral's tokenizer, from which transformers makes its own."""
+    content = read_object(path, key)
+    config, vocabulary = content.get("config"), content.get("vocab")
+    numbers: dict[str, Any] = config if isinstance(config, dict) else {}
+    special = numbers.get("default_num_special_tokens")
+    if isinstance(special, int | float):
+        yield from _too_many_tokens(int(min(special, 2**31)), path, key)
+    for name, value in numbers.items():
+        if isinstance(value, int | float) and not abs(value) <= _LARGEST_ID:
+            yield _wrong_tekken(f"{name}: {value}", f"at most {_LARGEST_ID:,}", path, key)
+    texts = [entry.get("token_bytes") for entry in vocabulary or () if isinstance(entry, dict)]
+    longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
+    if longest > LONGEST_TEKKEN:
+        yield _wrong_tekken(f"a token of {longest:,} characters", f"{LONGEST_TEKKEN:,}", path, key)
+
+
+def _wrong_tekken(found: str, expected: str, path: Path, key: str) -> Problem:
+    return Problem(
+        "the tokenizer's file has a value that no tokenizer has",
+        key,
+        where=str(path),
+        found=found[:200],
+        expected=expected,
+        fix=DOWNLOAD_AGAIN,
+        code="model-files",
+    )
 
 
 def _odd_keys(content: object, path: Path, key: str) -> Iterator[Problem]:
@@ -602,6 +656,7 @@ _LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {
     "added_tokens.json": _added_tokens,
     "special_tokens_map.json": _tokens_by_name,
     "processor_config.json": _config,
+    "tekken.json": _tekken,
     "adapter_config.json": _adapter_config,
     INDEX: _index,
 }

@@ -168,7 +168,7 @@ def _failure(error: Exception, tasks: str) -> UserError:
             f"lm-eval failed in {tasks}",
             "eval.tasks",
             found=str(error)[:300] or type(error).__name__,
-            fix="correct the values in the task file, or set eval.tasks: []",
+            fix="correct the task file or the rows of the dataset, or set eval.tasks: []",
             why="lm-eval raised this error; --debug shows where",
             code="eval-task",
         )
@@ -324,13 +324,8 @@ def _evaluate(
                     bootstrap_iters=0,
                 )
             except task_guard.REFUSALS as error:
-                # A perplexity that overflows, or `max_gen_toks` beyond the context, can end any task. Other
-                # errors come from the values of a task file. Without such a file they are bugs in finetune.
-                if not (
-                    isinstance(error, OverflowError | AssertionError)
-                    or any(tasks.is_file(name) and not tasks.local(name) for name in settings.tasks)
-                ):
-                    raise
+                # Any task can end so: by a perplexity that overflows, by `max_gen_toks` beyond the context, by an
+                # odd value of a task file, or by an odd row of a dataset
                 raise _failure(error, ", ".join(settings.tasks)) from error
     box = [_collected(found, settings, texts.chat, batch_size) if found else None]
     if PartialState().num_processes > 1:

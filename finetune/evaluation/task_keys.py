@@ -27,13 +27,13 @@ class Metric(Section):
     metric: Literal[
         "acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match", "perplexity", "word_perplexity",
         "byte_perplexity", "bits_per_byte", "likelihood", "brier_score", "f1", "mcc", "bleu", "chrf",
-        "chrf++", "ter",
+        "chrf++",
     ]  # fmt: skip
     """A metric that lm-eval registers. A path or a metric on the Hub is not allowed."""
     aggregation: (
         Literal[
             "mean", "nanmean", "median", "perplexity", "weighted_perplexity", "bits_per_byte", "f1",
-            "matthews_corrcoef", "bleu", "chrf", "chrf++", "ter", "brier_score",
+            "matthews_corrcoef", "bleu", "chrf", "chrf++", "brier_score",
         ]
         | None
     ) = None  # fmt: skip
@@ -210,7 +210,7 @@ class LmEvalTask(Section):
     """Text between examples."""
     gen_prefix: Text | None = None
     """Text at the start of an answer: a column or a text. It is not a template."""
-    num_fewshot: int | None = Field(default=None, ge=0, le=1000)
+    num_fewshot: int | None = Field(default=None, ge=0, le=100)
     """Number of few-shot examples before each question."""
     fewshot_config: Fewshot | None = None
     """How few-shot examples are chosen, see below."""

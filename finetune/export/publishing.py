@@ -91,6 +91,8 @@ def run(
         published_text.refuse_secrets({"README.md": staged / "README.md"})
         for note in [*notes, *staged_files.say_of(base, files)]:
             screen.say(f"note: {note}")
+        # Once more: another program may have replaced a file meanwhile
+        staged_files.check_merged(folder, weights) if merged else folder.check_weights()
         if dry_run or not repo:
             return show(screen, folder, files, section, staged)
         return push(folder, recipe, repo, files, screen)

@@ -90,10 +90,16 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
             )
         )
     untrusted_files.check_model(plain[0], "")
-    recorded = merge_report(folder, plain[0]).get("files", {})
-    otherwise = f"delete this folder and run: {command('merge', str(folder.path))}"
-    run_folder.check_files(plain[0], recorded, otherwise)
+    check_merged(folder, plain[0])
     return "merged", plain[0]
+
+
+def check_merged(folder: RunFolder, merged: Path) -> None:
+    """Check that merged weights are as `merge` wrote them (exit 4). Earlier versions recorded no hash."""
+    recorded = merge_report(folder, merged).get("files", {})
+    otherwise = f"delete this folder and run: {command('merge', str(folder.path))}"
+    if recorded:
+        run_folder.check_files(merged, recorded, otherwise)
 
 
 def merge_report(folder: RunFolder, weights: Path) -> dict[str, Any]:
@@ -105,7 +111,7 @@ def merge_report(folder: RunFolder, weights: Path) -> dict[str, Any]:
 def stage(
     folder: RunFolder, recipe: Recipe, kind: str, weights: Path, base: Base, staged: Path
 ) -> dict[str, Path]:
-    """Collect the files to upload, except the card: links to weights, and copies without local paths."""
+    """Collect the files to upload, except the card: links to weights, and copies of the others."""
     check_shapes(folder)
     checkpoint_headers.tensors(weights, "")
     known = published_text.local_names(folder, recipe, base)
@@ -117,7 +123,10 @@ def stage(
     for file in sent:
         place = staged / file.relative_to(weights)
         place.parent.mkdir(exist_ok=True)
-        place.symlink_to(file.resolve())
+        if file.suffix == ".safetensors":
+            place.symlink_to(file.resolve())
+        else:  # another program may change the file after the search for secrets
+            shutil.copyfile(file, place)
     for name in CONFIGS:
         if (staged / name).exists():
             content = untrusted_files.read_object(weights / name, "")

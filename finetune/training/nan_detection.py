@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -23,6 +22,7 @@ from finetune.adapters import trainable_parameters
 from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.privacy import masked_json
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, deepspeed_zero, sharded_tensors, transformer_engine_layers
 from finetune.recipe.schema import Train
@@ -215,7 +215,7 @@ class NonFinite(TrainerCallback):
                 "first_not_finite": findings,
                 "rows": {f"rank {number}": micro_batch for number, micro_batch in enumerate(rows)},
             }
-            safe_files.write_text(place, "finding.json", json.dumps(details, indent=1) + "\n")
+            safe_files.write_text(place, "finding.json", masked_json(details, 1) + "\n")
         what = f"the gradients of step {step} are NaN or Inf"
         if self.in_a_row > 1:
             what += f", after {self.in_a_row - 1} such steps before it"

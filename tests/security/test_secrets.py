@@ -34,7 +34,7 @@ from finetune.recipe.loader import load
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import environment_of_run
 from support.hub_server import TOKEN, Hub, serve
-from support.paths import MODEL, QUICKSTART, ROOT
+from support.paths import DATA, MODEL, QUICKSTART, ROOT
 from support.runs import run_checks
 
 CANARIES = {
@@ -682,3 +682,17 @@ def test_secret_in_an_example_is_masked_on_the_screen_and_on_the_page(tmp_path, 
     for value in known.values():
         assert value not in said and value not in page
     assert "The key is" in said and "***" in said
+
+
+def test_name_of_a_data_file_is_masked_in_the_finding_of_a_run_that_ends_by_nan(
+    small, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "Zx9KqW7bLp2vR8mNtY4s")
+    (tmp_path / "rows").mkdir()
+    shutil.copy(DATA / "test.jsonl", tmp_path / "rows" / "k-Zx9KqW7bLp2vR8mNtY4s.jsonl")
+    options = [f"data.name={tmp_path}/rows", "data.validation=null", "train.learning_rate=1e30"]
+    options += [f"train.output_dir={tmp_path}/run", "train.max_steps=8", "train.max_grad_norm=0"]
+    assert main.main(["train", str(QUICKSTART), *small, *options]) != 0
+    texts = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert list((tmp_path / "run").glob("nonfinite-step-*")), "no step was not finite"
+    assert not [text for text in texts if b"Zx9KqW7bLp2v" in text]

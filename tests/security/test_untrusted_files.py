@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from finetune.adapters import continue_from
 from finetune.cli import main
 from finetune.core import untrusted_files
 from finetune.core.errors import UserError
+from finetune.evaluation import reopen
 from finetune.models import checkpoint_headers, tokenizer_setup
 from finetune.recipe.schema import Model
 from support.paths import MODEL
@@ -67,6 +69,37 @@ def test_files_of_a_distributed_checkpoint_beside_the_weights_are_refused(weight
     """transformers would read them in place of model.safetensors."""
     (weightless / "shard-00000-model-00001-of-00002.safetensors").write_bytes(b"")
     refused(weightless, capsys, says=("distributed checkpoint", "shard-00000-model-00001-of-00002"))
+
+
+WRONG = [
+    ("config.json", {"rms_norm_eps": {"__float__": "NaN"}}),
+    ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": {"__float__": "Infinity"}}}),
+    ("config.json", {"distributed_config": {"tp_size": 2}}),
+    ("config.json", {"output_attentions": True}),
+    ("config.json", {"_auto_class": "AutoConfig"}),
+    ("tokenizer_config.json", {"extra_ids": 10**8, "tokenizer_class": "T5Tokenizer"}),
+    ("tokenizer_config.json", {"offset": 10**8}),
+    ("tokenizer_config.json", {"backend_tokenizer": "x"}),
+    ("tokenizer_config.json", {"processor_class": {"content": "zz", "__type": "AddedToken"}}),
+    ("tokenizer_config.json", {"model_input_names": 3}),
+    ("tekken.json", {"config": {"default_num_special_tokens": 10**8}, "vocab": []}),
+    ("tekken.json", {"config": {}, "vocab": [{"rank": 0, "token_bytes": "YWI=" * 10_000}]}),
+]
+
+
+@pytest.mark.parametrize(("file", "values"), WRONG, ids=str)
+def test_value_with_which_a_model_can_not_be_trained_or_saved_is_refused(
+    file: str, values: dict[str, Any], weightless, capsys
+) -> None:
+    path = weightless / file
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **values}))
+    refused(weightless, capsys, says=(file,))
+
+
+def test_base_model_is_not_the_adapted_model_without_an_adapter_that_changed_its_weights() -> None:
+    for init, stands in ((True, True), ("gaussian", True), ("olora", False), ("pissa_niter_4", False)):
+        config = SimpleNamespace(bias="none", init_lora_weights=init)
+        assert reopen.base_stands(SimpleNamespace(peft_config={"default": config})) == stands
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
