@@ -451,6 +451,12 @@ def check_config(folder: Path) -> None:
         )
 
 
+def is_rebased(config: Any) -> bool:
+    """Return whether PEFT subtracts a part from the base model's weights when it loads an adapter."""
+    init = str(getattr(config, "init_lora_weights", "")).lower()
+    return init.startswith(adapter_types.REBASING_INITS)
+
+
 def _check_type(name: str, path: Path) -> None:
     """Refuse the types that no recipe can have. PEFT opens other files for some of them (exit 2)."""
     kinds = [kind for kind in adapter_types.all_types().values() if kind.peft == name.lower()]

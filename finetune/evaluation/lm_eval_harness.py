@@ -324,8 +324,8 @@ def _evaluate(
                     bootstrap_iters=0,
                 )
             except task_guard.REFUSALS as error:
-                # Any task can end so: by a perplexity that overflows, by `max_gen_toks` beyond the context, or
-                # by an odd value of a task file or of a row
+                # By a perplexity that overflows, by `max_gen_toks` beyond the context, or by an odd value of a
+                # task file or of a row
                 raise _failure(error, ", ".join(settings.tasks)) from error
     box = [_collected(found, settings, texts.chat, batch_size) if found else None]
     if PartialState().num_processes > 1:

@@ -17,7 +17,6 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.evaluation import gpu_room
 from finetune.models import checked_files, checkpoint_headers, loading, tokenizer_setup
 from finetune.quantization import qat, stacked_experts, stored_weights
-from finetune.recipe import adapter_types
 from finetune.recipe.schema import Model, Recipe
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import fused_experts
@@ -26,9 +25,9 @@ from finetune.speed import fused_experts
 def base_stands(tuned: object) -> bool:
     """Return whether disabling the adapter gives the base model. Not if PEFT changed its weights in place."""
     config = getattr(tuned, "peft_config", {}).get("default")
-    init = str(getattr(config, "init_lora_weights", "")).lower()
-    is_rebased = init.startswith(adapter_types.REBASING_INITS)  # PEFT subtracts a part from the weights
-    return config is not None and getattr(config, "bias", "none") in (None, "none") and not is_rebased
+    if config is None or continue_from.is_rebased(config):
+        return False
+    return getattr(config, "bias", "none") in (None, "none")
 
 
 def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:

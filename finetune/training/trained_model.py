@@ -21,7 +21,10 @@ def train(run: RunContext, trainer: Trainer) -> None:
     if deepspeed_zero.used() and section.type != "full":
         deepspeed_zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify_saved.fingerprints(adapted)
-    trainer.train_from(checkpoint)
+    if checkpoint:
+        trainer.train_from(checkpoint.path, checkpoint.check_unchanged)
+    else:
+        trainer.train_from(None)
     ended_by = next((one.patience for one in trainer.validations if one.ran_out), None)
     planned, complete = trainer.first_step.plan.steps, trainer.schedule.complete
     stopping.add_steps_check(trainer.state, planned, ended_by, checks, complete=complete)

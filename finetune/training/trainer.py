@@ -7,8 +7,9 @@ import faulthandler
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import training_state
-from finetune.checkpointing.checkpoints import VerifiedCheckpoint
 from finetune.core import upstream_private
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
@@ -350,18 +350,20 @@ class Trainer(SFTTrainer):
     def restore_batches(self, saved: object) -> None:
         self.batches_digest = torch.as_tensor(saved, device=self.args.device)
 
-    def train_from(self, checkpoint: VerifiedCheckpoint | None) -> None:
+    def train_from(self, path: Path | None, check: Callable[[], None] = lambda: None) -> None:
         """Train from the beginning, or resume from a checkpoint.
+
+        Args:
+            path: the checkpoint.
+            check: called once the checkpoint is read.
 
         Raises:
             Stopped: the run was told to stop before the last step, and has saved a checkpoint.
             UserError: the run was told to stop and can't save, or a data loader worker hangs (exit 5).
             StartAgain: the first step ran out of memory, and `auto` has stronger settings.
         """
-        path, no_memory = checkpoint.path if checkpoint else None, ""
-        self.resumed = training_state.read(path) if path else None
-        if checkpoint:
-            checkpoint.check_unchanged()
+        self.resumed, no_memory = training_state.read(path) if path else None, ""
+        check()
         try:
             with training_state.refusals(self, path):
                 self.train(resume_from_checkpoint=str(path) if path else None)
