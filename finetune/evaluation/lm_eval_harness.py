@@ -324,8 +324,7 @@ def _evaluate(
                     bootstrap_iters=0,
                 )
             except task_guard.REFUSALS as error:
-                # By a perplexity that overflows, by `max_gen_toks` beyond the context, or by an odd value of a
-                # task file or of a row
+                # A perplexity can overflow. `max_gen_toks` can be beyond the context. A value can be odd
                 raise _failure(error, ", ".join(settings.tasks)) from error
     box = [_collected(found, settings, texts.chat, batch_size) if found else None]
     if PartialState().num_processes > 1:
