@@ -20,6 +20,7 @@ from finetune.data import dataset_folders, hub_datasets, read_limits
 from finetune.data.examples import BadRow, Row
 from finetune.data.json_values import MOST_VALUES
 from finetune.data.readers import READERS, read_file
+from finetune.evaluation import task_datasets
 from finetune.hub import client
 
 LOADERS = {  # dataset_path -> suffixes of its files
@@ -370,4 +371,4 @@ def _of_the_hub(task: dict[str, Any], where: Path) -> dict[str, Any]:
         return _splits_in(folder, task, where, tuple(READERS))
 
     files = hub_datasets.splits(task[KEY], KEY, choose, commit(task))
-    return hub_datasets.as_datasets(files, KEY, texts=True)
+    return task_datasets.as_datasets(files, KEY, texts=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError, first_line, raise_if_any
 from finetune.data import hub_datasets
-from finetune.evaluation import tasks
+from finetune.evaluation import task_datasets, tasks
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -156,7 +156,7 @@ def _from_hub(path: str, name: str | None = None, **options: Any) -> Any:
             )
         )
     given = {key: value for key, value in options.items() if key not in HOW and value is not None}
-    return hub_datasets.load_for_task(path, name, given)
+    return task_datasets.load_for_task(path, name, given)
 
 
 def _refuse_script(path: str = "", *_: Any, **__: Any) -> NoReturn:

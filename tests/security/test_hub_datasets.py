@@ -22,7 +22,7 @@ from pyarrow import ipc, parquet
 from finetune.core.errors import Exit, UserError
 from finetune.data import hub_datasets, source_loading
 from finetune.data.examples import BadRow, Row
-from finetune.evaluation import task_data, task_guard
+from finetune.evaluation import task_data, task_datasets, task_guard
 from finetune.hub import client
 from finetune.recipe.schema import Source
 from support import mutated_imports
@@ -319,7 +319,7 @@ def test_name_of_a_dataset_is_no_reader_and_no_path(name: str, monkeypatch, tmp_
 def test_names_of_readers_are_those_of_datasets() -> None:
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
-    assert set(hub_datasets.LOADERS.values()) < {*_PACKAGED_DATASETS_MODULES}
+    assert set(task_datasets.LOADERS.values()) < {*_PACKAGED_DATASETS_MODULES}
     assert hub_datasets.packaged_readers() >= set(_PACKAGED_DATASETS_MODULES)
 
 
@@ -477,9 +477,12 @@ def test_files_are_those_that_datasets_reads(layout: str, datasets_hub: Hub, tmp
         ("train[1:]", "1234"), ("train[:1]+test", "09"), ("test+train[4:]", "94"),
     ],
 )  # fmt: skip
-def test_part_of_a_split_is_read(split: str, texts: str, datasets_hub: Hub) -> None:
-    rows = "".join(f'{{"text": "{number}"}}\n' for number in range(5)).encode()
-    datasets_hub.add("me/parts", **{"train.jsonl": rows, "test.jsonl": b'{"text": "9"}\n'})
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "jsonl.gz"])
+def test_part_of_a_split_is_read(split: str, texts: str, kind: str, datasets_hub: Hub) -> None:
+    lines = [f"{number}\n" if kind == "txt" else f'{{"text": "{number}"}}\n' for number in (*range(5), 9)]
+    pack: Any = gzip.compress if kind.endswith("gz") else bytes
+    files = {"train": "".join(lines[:5]), "test": lines[5]}
+    datasets_hub.add("me/parts", **{f"{name}.{kind}": pack(text.encode()) for name, text in files.items()})
     assert "".join(row["text"] for row in read("me/parts", split=split)) == texts
 
 
