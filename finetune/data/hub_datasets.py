@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -19,11 +20,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from finetune.core import standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data import dataset_cards, dataset_folders, read_limits
 from finetune.data.examples import BadRow, Row
 from finetune.data.read_limits import Limits, limited_lines
-from finetune.data.readers import Rows, can_read, count_rows, read_file, renamed
+from finetune.data.readers import Rows, can_read, count_rows, kind, read_file, renamed
 from finetune.hub import client, dataset_repository
 from finetune.hub.dataset_repository import Repository
 from finetune.recipe.schema import Source
@@ -33,6 +35,9 @@ LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
 # One part of `data.split`, such as train, train[:10%] or test[100:200]
 PART = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<end>-?\d+%?)?\])?")
 OTHER_FILES = "data.revision: refs/convert/parquet, or download the files and name them in data.name"
+JSON = (".jsonl", ".json")
+# Types of files; in case of a draw the first one counts
+TYPES = (".parquet", ".arrow", *JSON, ".csv", ".txt", ".tar")
 CHOOSE = "set data.subset and data.split to a subset and a split of the dataset"
 
 
@@ -132,7 +137,7 @@ def _downloaded(
         with _outline(repository) as folder:
             try:
                 chosen = {
-                    split: [str(path.relative_to(folder)) for path in paths]
+                    split: [str(path.relative_to(folder)) for path in _of_one_type(paths, folder, name)]
                     for split, paths in choose(folder).items()
                 }
             except UserError as error:
@@ -145,6 +150,20 @@ def _downloaded(
         raise
     except Exception as error:  # the Hub's library does not check the types in the Hub's answers
         raise _unreachable(name, key, error) from error
+
+
+def _of_one_type(paths: list[Path], folder: Path, name: str) -> list[Path]:
+    """Return the files of the most common type. As for `datasets`, others such as LICENSE.txt are no data."""
+    counts = Counter(kind(path) for path in paths)
+    if len(counts) < 2:
+        return paths
+    most = max(counts, key=lambda suffix: (counts[suffix], -TYPES.index(suffix)))
+    kept = JSON if most in JSON else (most,)
+    others = [str(path.relative_to(folder)) for path in paths if kind(path) not in kept]
+    if others:
+        said = f"finetune ignores files of {name} that are not {most}: {', '.join(others[:5])}"
+        standard_streams.say(f"note: {said}{' ...' * (len(others) > 5)}", error=True)
+    return [path for path in paths if kind(path) in kept]
 
 
 @contextlib.contextmanager

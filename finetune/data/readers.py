@@ -419,6 +419,12 @@ def can_read(path: Path) -> bool:
     return path.suffix in READERS and (path.suffix not in PACKED or Path(path.stem).suffix in PLAIN)
 
 
+def kind(path: Path) -> str:
+    """Return the suffix of a file in lower case, without the suffix of its compression."""
+    name = Path(path.stem) if path.suffix in PACKED else path
+    return name.suffix.lower()
+
+
 def _packed(path: Path, limits: Limits) -> Rows:
     """Yield the rows of a compressed file, which is decompressed to a temporary file within the limits."""
     inner = Path(path.stem)

@@ -14,7 +14,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
 from finetune.data import dataset_folders, read_limits
 from finetune.data.hub_datasets import packaged_readers, splits
-from finetune.data.readers import PACKED
+from finetune.data.readers import kind
 
 KEY = "eval.tasks"
 # Readers of `datasets` by the suffix of a file
@@ -43,8 +43,9 @@ def as_datasets(
 
     from finetune.data import plain_downloads
 
-    kinds = sorted({_kind(path) for paths in files.values() for path in paths})
-    if len(kinds) != 1 or kinds[0] not in LOADERS:
+    kinds = sorted({kind(path) for paths in files.values() for path in paths})
+    readers = {LOADERS.get(suffix) for suffix in kinds}
+    if len(readers) != 1 or None in readers:
         raise UserError(
             Problem(
                 "finetune can't evaluate on these files",
@@ -55,7 +56,7 @@ def as_datasets(
                 code="eval-task",
             )
         )
-    reader = LOADERS[kinds[0]]
+    reader = str(readers.pop())
     options: dict[str, Any] = {"na_filter": False} if texts and reader == "csv" else {}
     named = {split: [str(path) for path in paths] for split, paths in files.items()}
     try:
@@ -80,11 +81,6 @@ def _unreadable(files: dict[str, list[Path]], key: str, error: Exception) -> Pro
         fix="correct the files, or remove the task",
         code="data-format",
     )
-
-
-def _kind(path: Path) -> str:
-    """Return the suffix of a file without the suffix of its compression."""
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
 def load_for_task(path: str, subset: str | None, options: dict[str, Any]) -> Any:

@@ -443,6 +443,8 @@ LAYOUTS: dict[str, dict[str, bytes]] = {
     },
     "shards": {f"data/train-0000{n}-of-00002.jsonl": b'{"text": "%d"}\n' % n for n in range(2)},
     "one file": {"rows.jsonl": ROW},
+    "a license": {"rows.jsonl": ROW, "more.jsonl": ROW, "LICENSE.txt": b"a", "requirements.txt": b"b"},
+    "two types": {"a.jsonl": ROW, "b.json": b'[{"text": "b"}]', "c.csv": b"text\nc\n"},
     "lines": {"train.txt": b"a\n\nb\n"},
     "config": {
         "README.md": card(data_files=[{"split": "train", "path": "b/*.jsonl"}]),
@@ -464,10 +466,9 @@ def test_files_are_those_that_datasets_reads(layout: str, datasets_hub: Hub, tmp
     assert read("me/layout") == theirs["train"].to_list()
     with task_guard.guarded():
         ours = datasets.load_dataset("me/layout")
-    if layout != "names":  # `datasets` also reads other types of files of a split, if they are more
-        assert {split: rows.to_list() for split, rows in ours.items()} == {
-            split: rows.to_list() for split, rows in theirs.items()
-        }
+    assert {split: rows.to_list() for split, rows in ours.items()} == {
+        split: rows.to_list() for split, rows in theirs.items()
+    }
 
 
 @pytest.mark.parametrize(
