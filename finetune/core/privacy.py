@@ -262,7 +262,8 @@ def secrets() -> list[str]:
     logins = {login for value in os.environ.values() for login in _LOGIN.findall(value)}
     # A driver reads `%40` as `@`, and takes what is after the first `@` for a host
     logins |= {part for login in logins for part in (unquote(login), *re.split("[@/]", login))}
-    logins |= {part for value in os.environ.values() for part in _inside(value)}
+    addresses = {value for value in os.environ.values() if "://" in value}
+    logins |= {part for value in values | addresses for part in _inside(value)}
     logins |= {part for value in values for part in (value.partition(":")[2], *re.split("[,; ]", value))}
     values |= {login for login in logins if not login.isalpha()}  # `postgres` is the password of many tests
     values |= {logged_in()}
