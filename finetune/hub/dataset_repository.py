@@ -134,5 +134,6 @@ def _remember(repository: Repository, revision: str) -> None:
         return
     root, record = _record(repository.name, revision)
     with contextlib.suppress(OSError, UserError):  # a cache that can't be written costs one request
+        root.mkdir(parents=True, exist_ok=True)
         safe_files.make_folder(root, FOLDER)
         safe_files.write_text(root, record, verified_files.signed(repository._asdict()))

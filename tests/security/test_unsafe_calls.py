@@ -43,11 +43,16 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
     "core/shipped_files.py": ({"mkdir"}, "the folder that the command line names"),
     "core/standard_streams.py": ({"open"}, "/dev/null"),
     "data/arrow_store.py": ({"open", "unlink"}, "the user's own cache"),
+    "data/hub_datasets.py": (
+        {"TemporaryDirectory", "mkdir", "copyfile", "touch"},
+        "a new temporary folder",
+    ),
     "data/preparation.py": ({"rmtree"}, "a new folder in the cache"),
     "data/prepared_cache.py": (
         {"mkdir", "rename", "rmtree", "unlink"},
         "names below the cache that the user chose",
     ),
+    "data/readers.py": ({"mkdtemp", "rmtree", "open"}, "a new temporary folder"),
     "distributed/launch_environment.py": ({"write_text"}, "the file that torch's launcher names"),
     "experiments/runner/kept_runs.py": ({"mkdir"}, "the folder that the command line names"),
     "experiments/runner/measured_run.py": ({"mkdir"}, "folders; `refuse_links` came first"),
@@ -60,9 +65,10 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
     "export/gguf_export.py": ({"TemporaryDirectory"}, "a new temporary folder"),
     "export/gguf_readers.py": ({"TemporaryDirectory"}, "a new temporary folder"),
     "export/staged_files.py": (
-        {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text"},
+        {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text", "copyfile"},
         "a new temporary folder",
     ),
+    "hub/dataset_repository.py": ({"mkdir"}, "the user's own cache"),
     "importers/verify.py": ({"TemporaryDirectory"}, "a new temporary folder"),
     "models/module_lists.py": ({"mkdir"}, "the user's own cache"),
     "planning/measured_rates.py": ({"mkdir"}, "the user's own cache"),
