@@ -79,7 +79,10 @@ def download(repository: Repository, path: str) -> Path:
 def _asked(name: str, commit: str) -> Repository:
     from huggingface_hub import HfApi
 
-    entries: Any = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
+    api = HfApi()
+    if not client.COMMIT.fullmatch(commit):  # raises the reason why the Hub gives no commit
+        commit = str(api.dataset_info(name, revision=commit).sha)
+    entries: Any = api.list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
     files: dict[str, int] = {}
     for entry in islice(entries, 2 * MOST_FILES):
         size: object = getattr(entry, "size", None)  # of a folder there is none
