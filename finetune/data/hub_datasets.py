@@ -142,10 +142,7 @@ def _downloaded(
                 }
             except UserError as error:
                 raise _of_the_repository(error, folder, name) from None
-        return {
-            split: {path: dataset_repository.download(repository, path) for path in paths}
-            for split, paths in chosen.items()
-        }
+        return {split: dataset_repository.download_all(repository, paths) for split, paths in chosen.items()}
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the Hub's library does not check the types in the Hub's answers
@@ -199,7 +196,7 @@ def _of_the_repository(error: UserError, folder: Path, name: str) -> UserError:
             where=said(one.where),
             found=said(one.found),
             why=said(one.why),
-            fix=CHOOSE,
+            fix=CHOOSE if str(folder) in one.fix else one.fix,
         )
         for one in error.problems
     )

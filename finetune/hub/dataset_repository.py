@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from finetune.core.verified_files import Damaged
 from finetune.hub import client
 
 MOST_FILES = 500_000  # of a repository
+DOWNLOADS = 8  # at the same time
 FOLDER = "hub"  # in the cache: one list of files for each commit that was read
 
 
@@ -48,6 +51,12 @@ def read(name: str, revision: str | None) -> Repository:
     if commit == known.commit != revision:
         _remember(known, revision)
     return known
+
+
+def download_all(repository: Repository, paths: list[str]) -> dict[str, Path]:
+    """Download several files at the same time, and return the local path of each. See `download`."""
+    with ThreadPoolExecutor(DOWNLOADS) as pool:
+        return dict(zip(paths, pool.map(partial(download, repository), paths), strict=True))
 
 
 def download(repository: Repository, path: str) -> Path:
