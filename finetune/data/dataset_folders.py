@@ -49,6 +49,7 @@ _SPLIT_WORD = {
 }
 _MARKS = re.compile(r"[*?\[]")
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*\..*")
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)")
 _MAP_CACHE = re.compile(r"(cache-|tmp).*\.arrow")
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 OF_SAVED = re.compile(r"_(fingerprint|format_|output_all|split|data_files|indices)")  # keys of state.json
@@ -200,6 +201,21 @@ def as_name(paths: list[Path]) -> str:
             if sorted(glob.glob(pattern)) == sorted(map(str, paths)):
                 return pattern
     return f"[{', '.join(map(str, paths))}]"
+
+
+def missing_shards(paths: list[Path]) -> list[Path]:
+    """Return the shards that are missing by the names of the others, such as train-00001-of-00003.parquet."""
+    found: dict[tuple[Path, str, int, str], set[int]] = {}
+    for path in paths:
+        if match := _NUMBERED.fullmatch(path.name):
+            name, number, total, suffix = match.groups()
+            found.setdefault((path.parent, name, int(total), suffix), set()).add(int(number))
+    return [
+        folder / f"{name}-{number:05}-of-{total:05}{suffix}"
+        for (folder, name, total, suffix), numbers in found.items()
+        for number in range(total)
+        if number not in numbers
+    ]
 
 
 def without_runs(matches: list[Path], pattern: str) -> list[Path]:

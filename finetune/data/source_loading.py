@@ -17,7 +17,7 @@ from finetune.core.folder_search import match_paths, walk
 from finetune.core.paths import can_be_path, is_utf8, local_path, similar_files
 from finetune.core.regular_files import check_regular
 from finetune.data import hints, hub_datasets, read_limits
-from finetune.data.dataset_folders import as_name, choose_files, count_files, without_runs
+from finetune.data.dataset_folders import as_name, choose_files, count_files, missing_shards, without_runs
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
 from finetune.data.readers import SUFFIXES, Rows, can_read, count_rows, read_file
@@ -538,6 +538,9 @@ def notes_on_folders(data: Data) -> list[str]:
     used = {path.resolve() for source, key in named(data) for path in files_of(source, key) or ()}
     notes, has_validation = [], data.validation is not None or data.validation_fraction is not None
     for folder, found in folders:
+        if missing := missing_shards(found.read):
+            names = ", ".join(path.name for path in missing[:MAX_SHOWN]) + " ..." * (len(missing) > MAX_SHOWN)
+            notes.append(f"by the names of its files, {folder} lacks {count_files(missing)}: {names}")
         others = {
             split: left
             for split, paths in found.others.items()

@@ -411,6 +411,15 @@ def test_manifest_with_a_flipped_bit_names_the_same_files_or_is_refused(tmp_path
         read(folder)
 
 
+def test_missing_shard_of_a_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "rows", "train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl", "test.jsonl")
+    notes = source_loading.notes_on_folders(Data(name=str(tmp_path / "rows")))
+    said = f"by the names of its files, {tmp_path}/rows lacks 1 file: train-00001-of-00003.jsonl"
+    assert said in notes
+    write(tmp_path / "rows", "train-00001-of-00003.jsonl")
+    assert said not in source_loading.notes_on_folders(Data(name=str(tmp_path / "rows")))
+
+
 def test_repository_of_files_that_finetune_cannot_unpack_says_to_unpack_them(tmp_path: Path) -> None:
     (tmp_path / "repo" / "data").mkdir(parents=True)
     (tmp_path / "repo" / "data" / "train.jsonl.zst").write_bytes(b"x")
