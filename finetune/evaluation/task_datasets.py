@@ -23,6 +23,7 @@ LOADERS = {
     ".txt": "text",
 }  # fmt: skip
 HUB_FILE = re.compile(r"hf://datasets/(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)/(?P<path>.+)")
+ODD = re.compile(r"[*?\[\]]|::")  # `datasets` would look for other files
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:\S")  # fsspec takes `file:/` for an address
 
 
@@ -56,6 +57,9 @@ def as_datasets(
                 code="eval-task",
             )
         )
+    odd = [str(path) for paths in files.values() for path in paths if ODD.search(str(path))]
+    if odd:
+        raise UserError(_of_a_task("files with signs that `datasets` takes for a pattern", odd[0]))
     reader = str(readers.pop())
     options: dict[str, Any] = {"na_filter": False} if texts and reader == "csv" else {}
     named = {split: [str(path) for path in paths] for split, paths in files.items()}

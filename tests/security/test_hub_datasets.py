@@ -543,3 +543,12 @@ def test_damaged_file_of_a_task_is_an_error(name: str, content: bytes, datasets_
             datasets.load_dataset("me/damaged")
         except UserError as error:
             assert error.code == 2 and "eval.tasks" in str(error)
+
+
+@pytest.mark.parametrize("name", ["train[1].jsonl", "train*.jsonl", "train?.jsonl", "ab::cd/train.jsonl"])
+def test_name_of_a_file_is_no_pattern_and_no_address(name: str, datasets_hub: Hub) -> None:
+    other = b'{"text": "other"}\n'
+    datasets_hub.add("me/odd", **{name: ROW, "more/train1.jsonl": other})
+    assert json.loads(ROW) in read("me/odd")
+    with pytest.raises(UserError, match="takes for a pattern"), task_guard.guarded():
+        datasets.load_dataset("me/odd")
