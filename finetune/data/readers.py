@@ -426,10 +426,17 @@ def kind(path: Path) -> str:
 
 
 def _packed(path: Path, limits: Limits) -> Rows:
-    """Yield the rows of a compressed file, which is decompressed to a temporary file within the limits."""
+    """Yield the rows of a compressed file within the limits.
+
+    JSON Lines and tar files are decompressed as they are read, and others to a temporary file.
+    """
     inner = Path(path.stem)
     if inner.suffix == ".tar":
         yield from _tar(path, limits)
+        return
+    if inner.suffix == ".jsonl":
+        with path.open("rb") as file, _unpacking(path):
+            yield from json_lines(_lines(ArchiveStream(file, path, limits), path, limits), path)
         return
     # A reader that is not read to its end lives until the garbage collector closes it. It runs `finally`
     folder = Path(tempfile.mkdtemp(prefix="finetune-"))
@@ -442,6 +449,21 @@ def _packed(path: Path, limits: Limits) -> Rows:
         yield from renamed(READERS[inner.suffix](plain, limits), str(plain), str(path))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lines(content: ArchiveStream, path: Path, limits: Limits) -> Iterator[bytes]:
+    """Yield the lines of a decompressed stream."""
+    begun, size, number = list[bytes](), 0, 1
+    while block := content.read(min(_CHUNK, limits.example)):
+        *whole, rest = block.split(b"\n")
+        for line in whole:
+            yield b"".join([*begun, line, b"\n"])
+            begun, size, number = [], 0, number + 1
+        begun, size = [*begun, rest] if rest else begun, size + len(rest)
+        if size > limits.example:
+            raise read_limits.too_long(f"{path}:{number}", limits)
+    if begun:
+        yield b"".join(begun)
 
 
 @contextlib.contextmanager

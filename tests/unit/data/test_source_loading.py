@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import pickle
 import random
 import shutil
 import tarfile
+import tempfile
 import time
 from array import array
 from collections import Counter
@@ -559,3 +562,30 @@ def test_many_unused_columns_are_counted_together() -> None:
     assert sum(left["a"].values()) == 600 and left["a"]["same"] == 300
     assert max(map(len, left["a"])) <= source_loading.LONGEST_COLUMN + 3
     assert left["a"][source_loading.OTHER_COLUMNS] == 300 - source_loading.MOST_COLUMNS + 1
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.txt"])
+def test_compressed_file_has_the_rows_of_the_file(packing: str, name: str, tmp_path: Path) -> None:
+    rows = [{"text": "é" * 600 + str(number)} for number in range(2000)]
+    plain = tmp_path / name
+    if name.endswith(".parquet"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), plain)
+    elif name.endswith(".csv"):
+        plain.write_text("text\n" + "".join(f"{row['text']}\n" for row in rows))
+    else:
+        plain.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[packing]
+    packed = tmp_path / f"{name}.{packing}"
+    packed.write_bytes(pack(plain.read_bytes()))
+    before = set(Path(tempfile.gettempdir()).glob("finetune-*"))
+    found = list(source_loading.read(Source(name=str(packed)), "data.name"))
+    assert [row.value for row in found] == [
+        row.value for row in source_loading.read(Source(name=str(plain)), "data.name")
+    ]
+    assert found[0].where.startswith(str(packed)) and len(found) == (1 if name == "a.txt" else 2000)
+    next(iter(source_loading.read(Source(name=str(packed)), "data.name")))  # not read to its end
+    assert set(Path(tempfile.gettempdir()).glob("finetune-*")) == before
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"is damaged|cut off"):
+        list(source_loading.read(Source(name=str(packed)), "data.name"))
