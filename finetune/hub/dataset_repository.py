@@ -16,7 +16,8 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.verified_files import Damaged
 from finetune.hub import client
 
-MOST_FILES = 500_000  # of a repository
+MOST_FILES = 100_000  # of a repository
+LONGEST_PATH, LONGEST_NAME = 1000, 255  # in bytes; file systems allow no longer names
 DOWNLOADS = 8  # at the same time
 FOLDER = "hub"  # in the cache: one list of files for each commit that was read
 
@@ -107,9 +108,12 @@ def _asked(name: str, commit: str) -> Repository:
 
 
 def _is_plain(path: str) -> bool:
-    """Return whether a path stays in its repository."""
+    """Return whether a path stays in its repository, and whether a file system can hold it."""
     parts = path.split("/")
-    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
+    is_short = (
+        len(path.encode()) <= LONGEST_PATH and max(len(part.encode()) for part in parts) <= LONGEST_NAME
+    )
+    return is_short and path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 
 
 def _refused(found: str, name: str) -> UserError:

@@ -8,6 +8,7 @@ import json
 import lzma
 import pickle
 import tarfile
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -23,7 +24,7 @@ from finetune.core.errors import Exit, UserError
 from finetune.data import hub_datasets, source_loading
 from finetune.data.examples import BadRow, Row
 from finetune.evaluation import task_data, task_datasets, task_guard
-from finetune.hub import client
+from finetune.hub import client, dataset_repository
 from finetune.recipe.schema import Source
 from support import mutated_imports
 from support.hub_server import Hub
@@ -552,3 +553,37 @@ def test_name_of_a_file_is_no_pattern_and_no_address(name: str, datasets_hub: Hu
     assert json.loads(ROW) in read("me/odd")
     with pytest.raises(UserError, match="takes for a pattern"), task_guard.guarded():
         datasets.load_dataset("me/odd")
+
+
+@pytest.mark.parametrize(
+    "name", ["a\n.jsonl", "a\\b.jsonl", "x" * 300 + ".jsonl", "a/" * 600 + "b.jsonl", "\x1b[2J.txt"]
+)
+@pytest.mark.parametrize("of_task", [False, True])
+def test_odd_path_in_a_repository_is_an_error(name: str, of_task: bool, datasets_hub: Hub) -> None:
+    datasets_hub.add("me/paths", **{"train.jsonl": ROW, name: ROW})
+    with pytest.raises(UserError, match="can't read the list of files") as raised, task_guard.guarded():
+        datasets.load_dataset("me/paths") if of_task else read("me/paths")
+    assert raised.value.code == 2
+
+
+def test_repository_with_many_files_is_read_or_refused_in_time(datasets_hub: Hub, monkeypatch) -> None:
+    files = {f"data/{number}.bin": b"" for number in range(5000)}
+    datasets_hub.add("me/many", **{**files, "train.jsonl": ROW})
+    start = time.perf_counter()
+    assert read("me/many") == [json.loads(ROW)]
+    assert time.perf_counter() - start < 20
+    monkeypatch.setattr(dataset_repository, "MOST_FILES", 100)
+    datasets_hub.add("me/more", **files)
+    with pytest.raises(UserError, match="more than 100 files"):
+        read("me/more")
+
+
+@pytest.mark.parametrize("name", ["train.parquet.gz", "train.jsonl.gz", "train.tar.gz", "train.csv.xz"])
+def test_local_file_that_expands_is_refused(name: str, tmp_path: Path) -> None:
+    pack = lzma.compress if name.endswith("xz") else gzip.compress
+    (tmp_path / name).write_bytes(pack(bytes(10**9), 1) if pack is gzip.compress else pack(bytes(3 * 10**8)))
+    start, before = time.perf_counter(), set(Path(tempfile.gettempdir()).glob("finetune-*"))
+    with pytest.raises(UserError, match=r"too large|not a tar|damaged"):
+        list(source_loading.read(Source(name=str(tmp_path / name)), "data.name"))
+    assert time.perf_counter() - start < 30
+    assert set(Path(tempfile.gettempdir()).glob("finetune-*")) == before
