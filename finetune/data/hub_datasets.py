@@ -224,8 +224,8 @@ def commit(source: Source, key: str = "data.name") -> str:
 def _unreachable(name: str, key: str, error: Exception) -> UserError:
     """Return the error for a dataset that can't be listed or downloaded (exit 3)."""
     said = " ".join(str(error).split())[:300]  # the following lines list the choices
-    fix = "check the name, the revision and the network. Without a network: run finetune data RECIPE"
-    fix += " --prepare DIR elsewhere"
+    fix = "check the name, the revision and the network. Without a network: set data.revision to a commit,"
+    fix += " and run finetune data RECIPE --prepare DIR elsewhere"
     return UserError(_not_loaded(name, key, said, fix), code=Exit.ENVIRONMENT)
 
 
