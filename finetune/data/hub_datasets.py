@@ -20,7 +20,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from finetune.core import standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data import dataset_cards, dataset_folders, read_limits
 from finetune.data.examples import BadRow, Row
@@ -158,8 +157,8 @@ def _of_one_type(paths: list[Path], folder: Path, name: str) -> list[Path]:
     kept = JSON if most in JSON else (most,)
     others = [str(path.relative_to(folder)) for path in paths if kind(path) not in kept]
     if others:
-        said = f"finetune ignores files of {name} that are not {most}: {', '.join(others[:5])}"
-        standard_streams.say(f"note: {said}{' ...' * (len(others) > 5)}", error=True)
+        shown = ", ".join(others[:5]) + " ..." * (len(others) > 5)
+        dataset_repository.say_once(f"finetune ignores files of {name} that are not {most}: {shown}")
     return [path for path in paths if kind(path) in kept]
 
 

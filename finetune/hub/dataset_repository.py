@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,11 +47,16 @@ def read(name: str, revision: str | None) -> Repository:
         known = _asked(name, commit)
         _remember(known, known.commit)
     elif commit != known.commit:
-        said = f"the Hub does not answer, so finetune reads {name} at the commit of the last time"
-        standard_streams.say(f"note: {said}: {known.commit}", error=True)
+        say_once(f"the Hub does not answer, so finetune reads {name} at the last commit: {known.commit}")
     if commit == known.commit != revision:
         _remember(known, revision)
     return known
+
+
+@cache
+def say_once(note: str) -> None:
+    """Print a note. A run reads its data several times."""
+    standard_streams.say(f"note: {note}", error=True)
 
 
 def download_all(repository: Repository, paths: list[str]) -> dict[str, Path]:
