@@ -83,16 +83,7 @@ def parts(source: Source, key: str = "data.name") -> list[Part]:
     """Download the files of a split, and return them for each part of it, such as `train+test[:100]`."""
     asked = [PART.fullmatch(part.strip()) for part in (source.split or "train").split("+")]
     if not all(asked):
-        raise UserError(
-            Problem(
-                "this is not a split",
-                "data.split",
-                found=str(source.split)[:200],
-                expected="a name, such as train, train[:10%] or train[:1000]+test",
-                fix="data.split: train",
-                code="data-not-found",
-            )
-        )
+        raise UserError(_no_split(str(source.split)))
     return [_part(source, key, match) for match in asked if match]
 
 
@@ -110,8 +101,22 @@ def _part(source: Source, key: str, asked: re.Match[str]) -> Part:
     from datasets import ReadInstruction
 
     number = sum(_count(path, read_limits.of_source(source)) for path in files.values())
-    (found,) = ReadInstruction.from_spec(asked[0]).to_absolute({asked["name"]: number})
+    try:
+        (found,) = ReadInstruction.from_spec(asked[0]).to_absolute({asked["name"]: number})
+    except (ValueError, AssertionError):  # such as 200%
+        raise UserError(_no_split(asked[0])) from None
     return Part(files, slice(found.from_ or 0, number if found.to is None else found.to))
+
+
+def _no_split(found: str) -> Problem:
+    return Problem(
+        "this is not a split",
+        "data.split",
+        found=found[:200],
+        expected="a name, such as train, train[:10%] or train[:1000]+test",
+        fix="data.split: train",
+        code="data-not-found",
+    )
 
 
 def splits(
@@ -136,11 +141,16 @@ def _downloaded(
         with _outline(repository) as folder:
             try:
                 chosen = {
-                    split: [str(path.relative_to(folder)) for path in _of_one_type(paths, folder, name)]
+                    split: [os.path.relpath(path, folder) for path in _of_one_type(paths, folder, name)]
                     for split, paths in choose(folder).items()
                 }
             except UserError as error:
                 raise _of_the_repository(error, folder, name) from None
+        outside = {path for paths in chosen.values() for path in paths} - repository.files.keys()
+        if outside:
+            raise UserError(
+                _not_loaded(name, key, f"files outside of its repository: {min(outside)}", CHOOSE)
+            )
         return {split: dataset_repository.download_all(repository, paths) for split, paths in chosen.items()}
     except (UserError, MemoryError):
         raise
@@ -153,9 +163,9 @@ def _of_one_type(paths: list[Path], folder: Path, name: str) -> list[Path]:
     counts = Counter(kind(path) for path in paths)
     if len(counts) < 2:
         return paths
-    most = max(counts, key=lambda suffix: (counts[suffix], -TYPES.index(suffix)))
+    most = max(counts, key=lambda suffix: (counts[suffix], suffix in TYPES and -TYPES.index(suffix)))
     kept = JSON if most in JSON else (most,)
-    others = [str(path.relative_to(folder)) for path in paths if kind(path) not in kept]
+    others = [os.path.relpath(path, folder) for path in paths if kind(path) not in kept]
     if others:
         shown = ", ".join(others[:5]) + " ..." * (len(others) > 5)
         dataset_repository.say_once(f"finetune ignores files of {name} that are not {most}: {shown}")

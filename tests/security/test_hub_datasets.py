@@ -488,7 +488,10 @@ def test_part_of_a_split_is_read(split: str, texts: str, kind: str, datasets_hub
     assert "".join(row["text"] for row in read("me/parts", split=split)) == texts
 
 
-@pytest.mark.parametrize("split", ["train[", "train[1]", "a b", "../x", "train[:5", "nothing"])
+@pytest.mark.parametrize(
+    "split",
+    ["train[", "train[1]", "a b", "../x", "train[:5", "nothing", "train[:200%]", f"train[:{'9' * 5000}]"],
+)
 def test_odd_split_is_an_error(split: str, datasets_hub: Hub) -> None:
     datasets_hub.add("me/parts", **{"train.jsonl": ROW})
     with pytest.raises(UserError, match=r"this is not a split|has no split"):
@@ -587,3 +590,23 @@ def test_local_file_that_expands_is_refused(name: str, tmp_path: Path) -> None:
         list(source_loading.read(Source(name=str(tmp_path / name)), "data.name"))
     assert time.perf_counter() - start < 30
     assert set(Path(tempfile.gettempdir()).glob("finetune-*")) == before
+
+
+@pytest.mark.parametrize(
+    "named", ["../x.jsonl", "OUTSIDE", "a/../../x.jsonl", "~/x.jsonl", "*/../../x.jsonl"]
+)
+def test_task_file_names_files_of_the_repository_alone(
+    named: str, datasets_hub: Hub, tmp_path: Path, monkeypatch
+) -> None:
+    for place in (tmp_path, Path(tempfile.gettempdir())):
+        (place / "x.jsonl").write_bytes(ROW)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    datasets_hub.add("me/rows", **{"a/train.jsonl": ROW})
+    named = named.replace("OUTSIDE", str(tmp_path / "x.jsonl"))
+    task = {"dataset_path": "me/rows", "dataset_kwargs": {"data_files": named}}
+    with pytest.raises(UserError, match=r"outside of its repository|no file has this name") as raised:
+        task_data.source(task, tmp_path / "task.yaml")()
+    assert raised.value.code == 2
+    with pytest.raises(UserError, match=r"does not have|outside") as raised, task_guard.guarded():
+        datasets.load_dataset("me/rows", data_files=named)
+    assert raised.value.code == 2
