@@ -37,7 +37,7 @@ WHOLE = re.compile(
 )
 # Keys of numbers that are no sizes, and keys of repetitions
 _NO_SIZE = re.compile(
-    "seed|prng_key|step|tinit|tfinal|deltaT|alpha|lambda|indices|token_ids|layers_to_transform"
+    "seed|prng_key|step|tinit|tfinal|deltaT|alpha|lambda|indices|token_ids|layers_to_transform|warmup|interval"
 )
 _REPEATED = re.compile("iter|terms|depth|num_samples|num_layers")
 MOST_REPEATED, SMALL = 1000, 4096
@@ -490,6 +490,7 @@ def _check_sizes(options: dict[str, Any], folder: Path) -> None:
             wrong += [f"{name}: {value[:200]}"] * bool(re.search(r"\d{4}", value))
         elif isinstance(value, int | float) and not _NO_SIZE.search(name):
             limit = MOST_REPEATED if _REPEATED.search(name) else largest
+            limit *= 4 if name == "encoder_hidden_size" else 1  # of P-tuning, which saves no encoder
             wrong += [f"{name}: {value}"] * (value > limit)
     if wrong:
         raise UserError(
