@@ -23,8 +23,8 @@ from typing import NamedTuple
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data import dataset_cards, dataset_folders, read_limits
 from finetune.data.examples import BadRow, Row
-from finetune.data.read_limits import Limits, limited_lines
-from finetune.data.readers import Rows, can_read, count_rows, kind, read_file, renamed
+from finetune.data.read_limits import Limits
+from finetune.data.readers import Rows, can_read, count_rows, kind, lines_of, read_file, renamed
 from finetune.hub import client, dataset_repository
 from finetune.hub.dataset_repository import Repository
 from finetune.recipe.schema import Source
@@ -63,20 +63,19 @@ def rows(source: Source, key: str = "data.name") -> Rows:
 
 def _rows(path: Path, limits: Limits) -> Rows:
     """Yield the rows of a file. Each line of a text file is a row, as for `datasets`."""
-    if path.suffix != ".txt":
+    if kind(path) != ".txt":
         yield from read_file(path, limits)
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(limited_lines(file, path, limits), start=1):
-            try:
-                yield Row({"text": line.decode().rstrip("\r\n")}, f"{path}:{number}")
-            except UnicodeDecodeError as error:
-                yield BadRow("unreadable", "the line is not UTF-8", f"{path}:{number}", str(error))
+    for number, line in enumerate(lines_of(path, limits), start=1):
+        try:
+            yield Row({"text": line.decode().rstrip("\r\n")}, f"{path}:{number}")
+        except UnicodeDecodeError as error:
+            yield BadRow("unreadable", "the line is not UTF-8", f"{path}:{number}", str(error))
 
 
 def _count(path: Path, limits: Limits) -> int:
     """Return the number of rows of a file."""
-    return sum(1 for _ in _rows(path, limits)) if path.suffix == ".txt" else count_rows(path, limits)
+    return sum(1 for _ in _rows(path, limits)) if kind(path) == ".txt" else count_rows(path, limits)
 
 
 def parts(source: Source, key: str = "data.name") -> list[Part]:
@@ -102,7 +101,8 @@ def _part(source: Source, key: str, asked: re.Match[str]) -> Part:
 
     number = sum(_count(path, read_limits.of_source(source)) for path in files.values())
     try:
-        (found,) = ReadInstruction.from_spec(asked[0]).to_absolute({asked["name"]: number})
+        part = asked[0].removeprefix(asked["name"])  # the name of a split of a card may have a hyphen
+        (found,) = ReadInstruction.from_spec(f"rows{part}").to_absolute({"rows": number})
     except (ValueError, AssertionError):  # such as 200%
         raise UserError(_no_split(asked[0])) from None
     return Part(files, slice(found.from_ or 0, number if found.to is None else found.to))

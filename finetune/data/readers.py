@@ -435,8 +435,7 @@ def _packed(path: Path, limits: Limits) -> Rows:
         yield from _tar(path, limits)
         return
     if inner.suffix == ".jsonl":
-        with path.open("rb") as file, _unpacking(path):
-            yield from json_lines(_lines(ArchiveStream(file, path, limits), path, limits), path)
+        yield from json_lines(lines_of(path, limits), path)
         return
     # A reader that is not read to its end lives until the garbage collector closes it. It runs `finally`
     folder = Path(tempfile.mkdtemp(prefix="finetune-"))
@@ -449,6 +448,15 @@ def _packed(path: Path, limits: Limits) -> Rows:
         yield from renamed(READERS[inner.suffix](plain, limits), str(plain), str(path))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def lines_of(path: Path, limits: Limits) -> Iterator[bytes]:
+    """Yield the lines of a plain or compressed file."""
+    with path.open("rb") as file, _unpacking(path):
+        if path.suffix in PACKED:
+            yield from _lines(ArchiveStream(file, path, limits), path, limits)
+        else:
+            yield from limited_lines(file, path, limits)
 
 
 def _lines(content: ArchiveStream, path: Path, limits: Limits) -> Iterator[bytes]:

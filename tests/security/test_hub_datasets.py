@@ -479,9 +479,11 @@ def test_files_are_those_that_datasets_reads(layout: str, datasets_hub: Hub, tmp
         ("train[1:]", "1234"), ("train[:1]+test", "09"), ("test+train[4:]", "94"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("kind", ["jsonl", "txt", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "jsonl.gz", "txt.gz"])
 def test_part_of_a_split_is_read(split: str, texts: str, kind: str, datasets_hub: Hub) -> None:
-    lines = [f"{number}\n" if kind == "txt" else f'{{"text": "{number}"}}\n' for number in (*range(5), 9)]
+    lines = [
+        f"{number}\n" if kind.startswith("txt") else f'{{"text": "{number}"}}\n' for number in (*range(5), 9)
+    ]
     pack: Any = gzip.compress if kind.endswith("gz") else bytes
     files = {"train": "".join(lines[:5]), "test": lines[5]}
     datasets_hub.add("me/parts", **{f"{name}.{kind}": pack(text.encode()) for name, text in files.items()})
@@ -610,3 +612,10 @@ def test_task_file_names_files_of_the_repository_alone(
     with pytest.raises(UserError, match=r"does not have|outside") as raised, task_guard.guarded():
         datasets.load_dataset("me/rows", data_files=named)
     assert raised.value.code == 2
+
+
+def test_part_of_a_split_with_a_hyphen_is_read(datasets_hub: Hub) -> None:
+    files = [{"split": "train-clean", "path": "a.jsonl"}, {"split": "other", "path": "b.jsonl"}]
+    datasets_hub.add("me/hyphen", **{"README.md": card(data_files=files), "a.jsonl": ROW * 3, "b.jsonl": ROW})
+    assert len(read("me/hyphen", split="train-clean[:2]")) == 2
+    assert len(read("me/hyphen", split="train-clean+other")) == 4
