@@ -277,7 +277,8 @@ def secrets() -> list[str]:
 @lru_cache(maxsize=1024)
 def _inside(value: str) -> tuple[str, ...]:
     """Return the secrets inside of the value of a variable, by the name before each."""
-    return tuple(next(filter(None, found)) for found in _INSIDE.findall(value))
+    parts = [next(filter(None, found)) for found in _INSIDE.findall(value)]
+    return (*parts, *map(unquote, parts))
 
 
 @lru_cache(maxsize=256)

@@ -66,23 +66,26 @@ class FolderFiles(NamedTuple):
     """Files that are not read, by split or by the reason why they have no split."""
 
 
-def choose_files(folder: Path, key: str, split: str | None = None, config: str | None = None) -> FolderFiles:
+def choose_files(
+    folder: Path, key: str, split: str | None = None, config: str | None = None, *, on_hub: bool = False
+) -> FolderFiles:
     """Choose the files of a folder that a recipe key reads.
 
     Args:
         split: the split to read. `None` and `train`: by the recipe key.
         config: a config in README.md, or a subfolder.
+        on_hub: whether the folder is the outline of a repository. See `_splits_on_hub`.
 
     Raises:
         UserError: a manifest names missing files, or the folder has no such config or split (exit 2).
     """
-    splits = _with_standard_names(_splits_of(folder, key, config))
+    splits = _with_standard_names(_splits_of(folder, key, config, on_hub))
     if split in (None, "train"):
         return _choose_split(folder, key, splits)
     return _choose_named(folder, splits, split)
 
 
-def all_splits(folder: Path, key: str, config: str | None = None) -> Splits:
+def all_splits(folder: Path, key: str, config: str | None = None, *, on_hub: bool = False) -> Splits:
     """Return all splits of a folder with their files, for evaluation tasks that name their own splits.
 
     Args:
@@ -91,11 +94,11 @@ def all_splits(folder: Path, key: str, config: str | None = None) -> Splits:
     Raises:
         UserError: a manifest names missing files, or no config of README.md is chosen (exit 2).
     """
-    splits = _splits_of(folder, key, config)
+    splits = _splits_of(folder, key, config, on_hub)
     return {split or "train": paths for split, paths in splits.items() if split not in NEVER_READ and paths}
 
 
-def _splits_of(folder: Path, key: str, config: str | None = None) -> Splits:
+def _splits_of(folder: Path, key: str, config: str | None = None, on_hub: bool = False) -> Splits:
     """Return the splits of a folder from its manifests, or else from the names of its files."""
     splits = _splits_of_dict(folder, key)
     if splits is None:
@@ -104,7 +107,8 @@ def _splits_of(folder: Path, key: str, config: str | None = None) -> Splits:
         if not stays_below(config) or not (folder / str(config)).is_dir():
             raise _no_config(folder, key, str(config), [])
         folder = folder / str(config)
-    return _splits_by_name(folder, key) if splits is None else splits
+    by_name = _splits_on_hub if on_hub else _splits_by_name
+    return by_name(folder, key) if splits is None else splits
 
 
 def _no_config(folder: Path, key: str, config: str, found: Iterable[str]) -> UserError:
@@ -406,6 +410,37 @@ def _splits_by_name(folder: Path, key: str) -> Splits:
         kept.pop("train", None)  # for example old/train.jsonl
     read = set(_all(kept))
     return {**kept, BELOW: [path for path in _all(found) if path not in read]}
+
+
+def _splits_on_hub(folder: Path, key: str) -> Splits:
+    """Return the splits by names as `datasets` does: by shards, else by folders, else by names of files.
+
+    Files in folders below count as files above do.
+    """
+    labeled = _labeled(folder, folder, Search(key))
+    found = [path for path, split in labeled.items() if split not in NEVER_READ]
+    for label in (_split_of_shard, _split_of_folders, _split_of_name):
+        splits = {path: label(folder, path) for path in found}
+        if any(splits.values()):
+            kept: Splits = {}
+            for path, split in splits.items():
+                kept.setdefault(split or BELOW, []).append(path)
+            return kept
+    return {NO_SPLIT: found}
+
+
+def _split_of_shard(root: Path, path: Path) -> str:
+    *folders, name = path.relative_to(root).parts
+    shard = _SHARD.fullmatch(name)
+    return _standard_name(shard["split"]) if folders == ["data"] and shard else ""
+
+
+def _split_of_folders(root: Path, path: Path) -> str:
+    return _split_of(root, path.parent / "-") if path.parent != root else ""
+
+
+def _split_of_name(root: Path, path: Path) -> str:
+    return _split_of(root, root / path.name)
 
 
 def _labeled(folder: Path, root: Path, search: Search) -> dict[Path, str]:

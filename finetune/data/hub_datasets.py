@@ -37,6 +37,8 @@ OTHER_FILES = "data.revision: refs/convert/parquet, or download the files and na
 JSON = (".jsonl", ".json")
 # Types of files; in case of a draw the first one counts
 TYPES = (".parquet", ".arrow", *JSON, ".csv", ".txt", ".tar")
+MANIFESTS = (dataset_folders.STATE, dataset_folders.DICT)
+MOST_MANIFESTS, LARGEST = 100, 16 * 2**20  # of a repository; bytes of each
 CHOOSE = "set data.subset and data.split to a subset and a split of the dataset"
 
 
@@ -88,7 +90,9 @@ def parts(source: Source, key: str = "data.name") -> list[Part]:
 
 def _part(source: Source, key: str, asked: re.Match[str]) -> Part:
     def choose(folder: Path) -> list[Path]:
-        return dataset_folders.choose_files(folder, key, asked["name"], source.subset).read
+        chosen = dataset_folders.choose_files(folder, key, asked["name"], source.subset, on_hub=True)
+        _name_ignored(chosen, folder, source.name)
+        return chosen.read
 
     paths = _downloaded(source.name, source.revision, key, lambda folder: {"": choose(folder)})[""]
     files = {f"{source.name}/{name}": path for name, path in paths.items()}
@@ -106,6 +110,14 @@ def _part(source: Source, key: str, asked: re.Match[str]) -> Part:
     except (ValueError, AssertionError):  # such as 200%
         raise UserError(_no_split(asked[0])) from None
     return Part(files, slice(found.from_ or 0, number if found.to is None else found.to))
+
+
+def _name_ignored(chosen: dataset_folders.FolderFiles, folder: Path, name: str) -> None:
+    """Print a note on data files that belong to no split, because `datasets` does not read them either."""
+    others = [os.path.relpath(path, folder) for path in chosen.others.get(dataset_folders.BELOW, [])]
+    if others:
+        shown = ", ".join(others[:5]) + " ..." * (len(others) > 5)
+        dataset_repository.say_once(f"finetune ignores files of {name} that belong to no split: {shown}")
 
 
 def _no_split(found: str) -> Problem:
@@ -180,13 +192,18 @@ def _outline(repository: Repository) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="finetune-") as made:
         root = Path(made)
+        read = [
+            name for name in repository.files if name in dataset_cards.CARDS or Path(name).name in MANIFESTS
+        ]
+        if len(read) > MOST_MANIFESTS or max((repository.files[name] for name in read), default=0) > LARGEST:
+            what = f"at most {MOST_MANIFESTS} cards and manifests, of at most {LARGEST:,} bytes, are read"
+            raise UserError(_not_loaded(repository.name, "data.name", what, OTHER_FILES))
+        for name in read:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(dataset_repository.download(repository, name), root / name)
         for name in repository.files:
             path = root / name
-            listing = path.name in (dataset_folders.STATE, dataset_folders.DICT, dataset_folders.INFO)
-            if listing or name in dataset_cards.CARDS:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(dataset_repository.download(repository, name), path)
-            elif dataset_folders.has_data_suffix(path):
+            if path.name == dataset_folders.INFO or dataset_folders.has_data_suffix(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
         yield root

@@ -119,14 +119,14 @@ def expands(path: Path, limit: int) -> UserError:
     )
 
 
-class XzFile:
-    """The decompressed content of an .xz or .lzma file.
+class Decompressed:
+    """The decompressed content of a bzip2, .xz or .lzma file.
 
-    `lzma.LZMAFile` has no memory limit, so it is not used.
+    `lzma.LZMAFile` has no memory limit. `bz2.BZ2File` ends without an error at a damaged header of a stream.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.decoder = file, lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+    def __init__(self, file: BinaryIO, make: Callable[[], Any]) -> None:
+        self.file, self.make, self.decoder = file, make, make()
 
     def read(self, size: int) -> bytes:
         found = bytearray()
@@ -135,7 +135,7 @@ class XzFile:
                 more = (self.decoder.unused_data or self.file.read(_BLOCK)).lstrip(b"\0")
                 if not more:
                     break
-                self.decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+                self.decoder = self.make()
             else:
                 more = self.file.read(_BLOCK) if self.decoder.needs_input else b""
                 if self.decoder.needs_input and not more:
@@ -144,11 +144,19 @@ class XzFile:
         return bytes(found)
 
 
+def _of_bzip2(file: BinaryIO) -> Decompressed:
+    return Decompressed(file, bz2.BZ2Decompressor)
+
+
+def _of_xz(file: BinaryIO) -> Decompressed:
+    return Decompressed(file, lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY))
+
+
 _DECOMPRESS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
     (b"\x1f\x8b", gzip.open),
-    (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ\0", XzFile),
-    (b"\x5d\0\0\x80", XzFile),
+    (b"BZh", _of_bzip2),
+    (b"\xfd7zXZ\0", _of_xz),
+    (b"\x5d\0\0\x80", _of_xz),
 )
 
 

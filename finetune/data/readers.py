@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import gzip
 import json
 import lzma
 import re
@@ -478,7 +477,9 @@ def _lines(content: ArchiveStream, path: Path, limits: Limits) -> Iterator[bytes
 def _unpacking(path: Path) -> Iterator[None]:
     try:
         yield
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # an error of the disk; bz2 and gzip set no number
+            raise
         raise UserError(
             Problem(
                 "the compressed file is damaged",

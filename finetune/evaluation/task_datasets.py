@@ -118,7 +118,7 @@ def _chosen(folder: Path, subset: str | None, named: Any, inside: str | None) ->
     if not base.resolve().is_relative_to(folder.resolve()) or not base.is_dir():
         raise UserError(_of_a_task("a folder that the dataset does not have", str(inside)))
     if named is None:
-        return dataset_folders.all_splits(base, KEY, subset)
+        return dataset_folders.all_splits(base, KEY, subset, on_hub=True)
     found: dataset_folders.Splits = {}
     for split, patterns in _by_split(named).items():
         for pattern in patterns:

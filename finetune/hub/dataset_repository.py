@@ -18,6 +18,7 @@ from finetune.hub import client
 
 MOST_FILES = 100_000  # of a repository
 LONGEST_PATH, LONGEST_NAME = 1000, 255  # in bytes; file systems allow no longer names
+MOST_LEVELS = 50  # of nested folders
 DOWNLOADS = 8  # at the same time
 FOLDER = "hub"  # in the cache: one list of files for each commit that was read
 
@@ -118,6 +119,7 @@ def _is_plain(path: str) -> bool:
     is_short = (
         len(path.encode()) <= LONGEST_PATH and max(len(part.encode()) for part in parts) <= LONGEST_NAME
     )
+    is_short &= len(parts) <= MOST_LEVELS
     return is_short and path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 
 

@@ -551,10 +551,10 @@ def test_damaged_file_of_a_task_is_an_error(name: str, content: bytes, datasets_
             assert error.code == 2 and "eval.tasks" in str(error)
 
 
-@pytest.mark.parametrize("name", ["train[1].jsonl", "train*.jsonl", "train?.jsonl", "ab::cd/train.jsonl"])
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a?.jsonl", "ab::cd/a.jsonl"])
 def test_name_of_a_file_is_no_pattern_and_no_address(name: str, datasets_hub: Hub) -> None:
     other = b'{"text": "other"}\n'
-    datasets_hub.add("me/odd", **{name: ROW, "more/train1.jsonl": other})
+    datasets_hub.add("me/odd", **{name: ROW, "more/a1.jsonl": other})
     assert json.loads(ROW) in read("me/odd")
     with pytest.raises(UserError, match="takes for a pattern"), task_guard.guarded():
         datasets.load_dataset("me/odd")
@@ -619,3 +619,13 @@ def test_part_of_a_split_with_a_hyphen_is_read(datasets_hub: Hub) -> None:
     datasets_hub.add("me/hyphen", **{"README.md": card(data_files=files), "a.jsonl": ROW * 3, "b.jsonl": ROW})
     assert len(read("me/hyphen", split="train-clean[:2]")) == 2
     assert len(read("me/hyphen", split="train-clean+other")) == 4
+
+
+def test_cards_and_manifests_have_limits(datasets_hub: Hub) -> None:
+    files = {f"x{number}/state.json": b"{}" for number in range(200)}
+    datasets_hub.add("me/many", **{"train.jsonl": ROW, **files})
+    datasets_hub.add("me/large", **{"train.jsonl": ROW, "README.md": bytes(17 * 2**20)})
+    for name in ("me/many", "me/large"):
+        with pytest.raises(UserError, match="cards and manifests"):
+            read(name)
+    assert not datasets_hub.asked("/resolve/")

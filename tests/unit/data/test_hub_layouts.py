@@ -45,6 +45,18 @@ def saved() -> dict[str, bytes]:
 
 
 LAYOUTS: dict[str, tuple[dict[str, bytes], str | None, str]] = {
+    "levels": ({"train.jsonl": lines("a"), "more/train.jsonl": lines("b")}, None, "train"),
+    "level of data": ({"train.jsonl": lines("a"), "data/train.jsonl": lines("b")}, None, "train"),
+    "shards first": (
+        {"train.jsonl": lines("a"), "data/train-00000-of-00001.jsonl": lines("b")},
+        None,
+        "train",
+    ),
+    "folders first": ({"train.jsonl": lines("a"), "train/x.jsonl": lines("b")}, None, "train"),
+    "folders and files": ({"a/train/x.jsonl": lines("a"), "test.jsonl": lines("b")}, None, "train"),
+    "without a split": ({"train.jsonl": lines("a"), "other.jsonl": lines("b")}, None, "train"),
+    "old": ({"rows.jsonl": lines("a"), "old/rows.jsonl": lines("b")}, None, "train"),
+    "old train": ({"rows.jsonl": lines("a"), "old/train.jsonl": lines("b")}, None, "train"),
     "ultrachat": (
         {
             "README.md": card(

@@ -589,3 +589,19 @@ def test_compressed_file_has_the_rows_of_the_file(packing: str, name: str, tmp_p
     packed.write_bytes(packed.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"is damaged|cut off"):
         list(source_loading.read(Source(name=str(packed)), "data.name"))
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz"])
+def test_damage_of_a_later_stream_of_a_compressed_file_is_an_error(packing: str, tmp_path: Path) -> None:
+    """pbzip2 and `cat` make files of several streams."""
+    pack: Any = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[packing]
+    streams = [pack(f'{{"text": "{number}"}}\n'.encode() * 20) for number in range(3)]
+    path = tmp_path / f"a.jsonl.{packing}"
+    path.write_bytes(b"".join(streams))
+    assert len(list(source_loading.read(Source(name=str(path)), "data.name"))) == 60
+    for place in (len(streams[0]) + 1, len(streams[0]) // 2):
+        damaged = bytearray(b"".join(streams))
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="compressed file is damaged"):
+            list(source_loading.read(Source(name=str(path)), "data.name"))
