@@ -236,6 +236,8 @@ def datasets_hub(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", files)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    # A later Hub of the tests can have the same port and the same commits
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "finetune-cache"))
     return hub
 
 
