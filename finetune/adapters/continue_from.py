@@ -483,7 +483,8 @@ def _check_sizes(options: dict[str, Any], folder: Path) -> None:
     while waiting:
         name, value = waiting.pop()
         if isinstance(value, dict):
-            waiting += [(f"{name}.{key}", one) for key, one in value.items()]
+            # The keys of a pattern are the stranger's own, and may hold words such as alpha
+            waiting += [(name if name.endswith("_pattern") else key, one) for key, one in value.items()]
         elif isinstance(value, list):
             waiting += [(name, one) for one in value]
         elif isinstance(value, str) and name == "init_lora_weights":

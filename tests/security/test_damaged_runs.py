@@ -244,6 +244,7 @@ def test_adapter_of_a_type_that_no_recipe_can_have_is_refused(kind: str, whole, 
 SIZES = [
     {"r": 20_000},
     {"rank_pattern": {"q_proj": 10**8}},
+    {"rank_pattern": {"(q_proj|alpha)": 10**8}},
     {"init_lora_weights": "pissa_niter_999999999"},
     {"loftq_config": {"loftq_iter": 10**9}},
     {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 10**8},
